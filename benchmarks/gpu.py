@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,9 +17,11 @@ from typing import Any
 import click
 import torch
 
+from benchmarks import gpu_memory
 from benchmarks.gpu_flops import layer_training_flops_per_token, peak_tflops
-from benchmarks.gpu_memory import HEADS, cells, measure_budgets
+from benchmarks.gpu_memory import measure_budgets
 from benchmarks.gpu_stage import StageAtWork, Timed, largest_inner_stage, stage_manifest
+from benchmarks.markdown import markdown_table
 from benchmarks.outcome import result_head, write_result
 from swarm_client.machine.device_names import FORMS
 from swarm_client.stage.worker.accelerator import (
@@ -59,7 +61,7 @@ def main(
     wanted: str, presets: tuple[str, ...], layers: int | None, microbatches: int, steps: int,
     backend: str, peak_tflops: float | None, out: Path | None,
 ) -> None:  # fmt: skip
-    """Measure one stage: tokens/s, model FLOPs utilisation, and how long the device waits."""
+    """Measure one stage: tokens/s, model FLOPs utilisation, and what budgets of memory cost."""
     if wanted == "auto":
         accelerator = next(iter(accelerators()), None)
     else:
@@ -71,43 +73,39 @@ def main(
         )
         return
     accelerator.select()
+    document: dict[str, Any] = {
+        **result_head(PACKAGES), "device": accelerator.label, "built_for": built_for(),
+        "stages": [], "budgets": [],
+    }  # fmt: skip
+    if out is None and not accelerator.is_processor:
+        out = OUT
     try:
-        rows = [
-            row
-            for preset in presets or ("1b", "7b")
+        for preset in presets or ("1b", "7b"):
+            document["budgets"].append(measure_budgets(preset, accelerator))
+            # What there is stays if a later part takes too long: compiling takes minutes.
             for row in measure(
                 preset, accelerator, layers, microbatches, steps, backend, peak_tflops
-            )
-        ]
+            ):
+                document["stages"].append(row)
+                if out is not None:
+                    write_result(out, document)
     except SwarmError as error:
         click.echo(f"gpu: {error}", err=True)
         sys.exit(error.exit_code)
-    budgets = [measure_budgets(preset, accelerator) for preset in presets or ("1b", "7b")]
-    document = {
-        **result_head(PACKAGES),
-        "device": accelerator.label,
-        "built_for": built_for(),
-        "stages": rows,
-        "budgets": budgets,
-    }
     click.echo(render(document))
-    if out is None and not accelerator.is_processor:
-        out = OUT
     if out is not None:
-        write_result(out, document)
         click.echo(f"\nwritten to {out}")
 
 
 def measure(
     name: str, accelerator: Accelerator, layers: int | None, microbatches: int, steps: int,
     backend: str, peak: float | None,
-) -> list[dict[str, Any]]:  # fmt: skip
-    """Measure one stage of the preset, uncompiled and compiled."""
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    """Measure one stage of the preset in each way."""
     preset = PRESETS[name]
     held = layers or largest_inner_stage(preset)
     manifest = stage_manifest(preset, held, "bfloat16")
     peak = peak or peak_tflops(accelerator.label)
-    rows = []
     for chosen, repeats in ways_of(accelerator, backend):
         torch.use_deterministic_algorithms(repeats)
         stage = StageAtWork(manifest, accelerator, chosen)
@@ -116,28 +114,26 @@ def measure(
         timed = [stage.measure(microbatches) for _ in range(steps)]
         tokens = microbatches * manifest.tokens_per_microbatch
         flops = tokens * held * layer_training_flops_per_token(preset.model)
-        rows.append(
-            {
-                "preset": name, "layers": held, "of_layers": preset.model.layers,
-                "parameters": stage.parameters, "compiled_by": chosen,
-                "kernels_repeat": repeats,
-                "microbatches": microbatches, "tokens_per_step": tokens, "flops_per_step": flops,
-                "peak_tflops": peak, **figures(timed, tokens, flops, peak),
-                "steps": [dataclasses.asdict(one) for one in timed],
-            }
-        )  # fmt: skip
+        row = {
+            "preset": name, "layers": held, "of_layers": preset.model.layers,
+            "parameters": stage.parameters, "compiled_by": chosen,
+            "kernels_repeat": repeats,
+            "microbatches": microbatches, "tokens_per_step": tokens, "flops_per_step": flops,
+            "peak_tflops": peak, **figures(timed, tokens, flops, peak),
+            "steps": [dataclasses.asdict(one) for one in timed],
+        }  # fmt: skip
         del stage
         accelerator.release_cached()
+        yield row
     accelerator.select()
-    return rows
 
 
 def ways_of(accelerator: Accelerator, backend: str) -> list[tuple[str | None, bool]]:
     """Return the ways that are compared: compiled or not, and where it makes a difference, with
     kernels that repeat to the bit or without."""
     repeats = torch.are_deterministic_algorithms_enabled()
-    ways: list[tuple[str | None, bool]] = [(None, repeats), (backend, repeats)]
-    return [*ways, (None, False)] if repeats else ways
+    ways: list[tuple[str | None, bool]] = [(None, repeats)]
+    return [*ways, *([(None, False)] if repeats else []), (backend, repeats)]
 
 
 def figures(
@@ -152,36 +148,55 @@ def figures(
         "tokens_per_second_with_optimizer": tokens / whole,
         "teraflops": teraflops,
         "mfu": teraflops / peak if peak else None,
-        "waiting_share": median(1 - one.busy_seconds / one.seconds for one in timed),
         "optimizer_seconds": median(one.optimizer_seconds for one in timed),
     }
 
 
-def render(document: Mapping[str, Any]) -> str:
-    rows = []
-    for one in document["stages"]:
-        mfu = "unknown peak" if one["mfu"] is None else f"{one['mfu']:.1%}"
-        rows.append(
-            (
-                f"{one['preset']}, {one['layers']} of {one['of_layers']} layers",
-                one["compiled_by"] or "no",
-                "repeat" if one["kernels_repeat"] else "any",
-                f"{one['tokens_per_second']:,.0f}",
-                f"{one['tokens_per_second_with_optimizer']:,.0f}",
-                f"{one['teraflops']:,.3g}",
-                mfu,
-                f"{one['waiting_share']:.1%}",
-            )
+HEADS = ("stage", "compiled", "kernels", "tokens/s", "with the optimizer", "TFLOP/s", "MFU")
+
+
+def cells(stages: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    return [
+        (
+            f"{one['preset']}, {one['layers']} of {one['of_layers']} layers",
+            one["compiled_by"] or "no",
+            "repeat" if one["kernels_repeat"] else "any",
+            f"{one['tokens_per_second']:,.0f}",
+            f"{one['tokens_per_second_with_optimizer']:,.0f}",
+            f"{one['teraflops']:,.3g}",
+            "unknown peak" if one["mfu"] is None else f"{one['mfu']:.1%}",
         )
-    head = (
-        "stage", "compiled", "kernels", "tokens/s", "with optimizer", "TFLOP/s", "MFU",
-        "device waits",
-    )  # fmt: skip
-    parts = [str(document["device"]), table(head, rows, right=(3, 4, 5, 6, 7))]
+        for one in stages
+    ]
+
+
+def render(document: Mapping[str, Any]) -> str:
+    parts = [str(document["device"]), table(HEADS, cells(document["stages"]), right=(3, 4, 5, 6))]
     for one in document["budgets"]:
-        parts += ["", f"{one['layers']} layers of {one['preset']}, {one['dtype']}"]
-        parts.append(table(HEADS, cells(one), right=range(len(HEADS))))
+        parts += ["", described(one)]
+        parts.append(table(gpu_memory.HEADS, gpu_memory.cells(one), right=range(1, 7)))
     return "\n".join(parts)
+
+
+def described(stage: Mapping[str, Any]) -> str:
+    return (
+        f"{stage['layers']} layers of {stage['preset']} ({stage['parameters'] / 1e6:.0f} M "
+        f"parameters), {stage['dtype']}, a sequence a microbatch"
+    )
+
+
+def gpu_markdown(document: Mapping[str, Any]) -> str:
+    """Return the page's tables."""
+    machine = document["machine"]
+    head = (
+        f"{document['device']}, {machine['cpu_count']} processor cores, torch "
+        f"{machine['packages']['torch']}, {document['measured_at'][:10]}:"
+    )
+    lines = [head, "", *markdown_table(HEADS, "lllrrrr", cells(document["stages"]))]
+    for one in document["budgets"]:
+        lines += ["", f"{described(one)}:", ""]
+        lines += markdown_table(gpu_memory.HEADS, "rlrrrrrl", gpu_memory.cells(one))
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -96,8 +96,9 @@ def _measured(
     stage.seconds(2)
     timed = [stage.seconds(TIMED_MICROBATCHES) for _ in range(ROUNDS)]
     allocated, reserved = peak_bytes(accelerator)
-    sums = stage.sums().cpu().clone()
+    sums = stage.sums()
     predicted = stage.predicted_with_copies()
+    stage.close()
     if predicted is None:
         predicted = offer.replaced(budget).speed(memory, stage_sizes(manifest)[MIDDLE].streamed)
     row = {

@@ -6,7 +6,6 @@ Without daemon and network: the benchmark covers the worker's code between two m
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -14,7 +13,7 @@ import torch
 
 from benchmarks.counts.world import manifest as any_manifest
 from swarm_client.stage.worker.accelerator import Accelerator
-from swarm_client.stage.worker.stage_runner import BackwardResult, ForwardResult, StageRunner
+from swarm_client.stage.worker.stage_runner import ForwardResult, StageRunner
 from swarm_client.stage.worker.step_runner import StepRunner
 from swarm_shared.base.memory import StageMemory
 from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step
@@ -27,12 +26,10 @@ MIDDLE = StageIndex(1)
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """Times of `microbatches` and one optimizer step. `busy_seconds` sums the spans from each
-    computation's first layer to its end, on the device's clock."""
+    """Times of `microbatches` and one optimizer step."""
 
     microbatches: int
     seconds: float
-    busy_seconds: float
     optimizer_seconds: float
 
 
@@ -59,51 +56,6 @@ def stage_manifest(preset: Preset, layers: int, dtype: ComputeDtype) -> Manifest
     return base.model_copy(update={"model": model, "training": training, "stages": cuts})
 
 
-class DeviceTimes:
-    """Time stamps on the device's clock; on a device without streams, of the host's."""
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._device = None if accelerator.streams is None else accelerator.device
-        self._busy: list[tuple[Moment, Moment]] = []
-        self._begun: Moment | None = None
-
-    def begin(self) -> None:
-        """Record the start of a computation; called before every layer, the first one counts."""
-        if self._begun is None:
-            self._begun = self._moment()
-
-    def end(self) -> None:
-        if self._begun is not None:
-            self._busy.append((self._begun, self._moment()))
-            self._begun = None
-
-    def forget(self) -> None:
-        self._busy.clear()
-        self._begun = None
-
-    def busy_seconds(self) -> float:
-        """Return the busy time; call it after synchronising the device."""
-        return sum(_between(begun, ended) for begun, ended in self._busy)
-
-    def _moment(self) -> Moment:
-        if self._device is None:
-            return time.perf_counter()
-        event = torch.Event(self._device, enable_timing=True)
-        event.record()
-        return event
-
-
-Moment = float | torch.Event
-
-
-def _between(begun: Moment, ended: Moment) -> float:
-    if isinstance(begun, float) or isinstance(ended, float):
-        assert isinstance(begun, float)
-        assert isinstance(ended, float)
-        return ended - begun
-    return float(begun.elapsed_time(ended)) / 1000
-
-
 def random_payload(runner: StageRunner) -> memoryview:
     """Return the payload that a daemon would have written: the same for inputs and gradients."""
     dtype = runner.stage.compute_dtype
@@ -122,8 +74,6 @@ class StageAtWork:
         self._accelerator = accelerator
         self._runner = StageRunner(manifest, MIDDLE, accelerator, 2**62, 0, backend)
         self._steps = StepRunner(self._runner)
-        self._times = DeviceTimes(accelerator)
-        self._runner.between_layers = self._times.begin
         self._step = 0
         self._payload = random_payload(self._runner)
         self._slot = memoryview(bytearray(self._runner.sizes.slot_bytes))
@@ -137,7 +87,6 @@ class StageAtWork:
         """Run one step of `microbatches`: forward, backward, and the optimizer."""
         self._step += 1
         self._wait()
-        self._times.forget()
         began = time.perf_counter()
         for index in range(microbatches):
             self._microbatch(index)
@@ -148,7 +97,7 @@ class StageAtWork:
         self._steps.apply(step, tokens, 1.0, 1e-4, self._gradients)
         self._wait()
         ended = time.perf_counter()
-        return Timed(microbatches, computed - began, self._times.busy_seconds(), ended - computed)
+        return Timed(microbatches, computed - began, ended - computed)
 
     def _microbatch(self, index: int) -> None:
         number, step = self._number(index), Step(self._step)
@@ -156,13 +105,10 @@ class StageAtWork:
             self._runner.while_computing = lambda: self._runner.prefetch(
                 self._number(index + 1), self._payload
             )
-        forward = self._computed(
-            lambda: self._runner.forward(number, step, MicrobatchIndex(index), True, self._payload)
-        )
+        forward = self._runner.forward(number, step, MicrobatchIndex(index), True, self._payload)
         assert isinstance(forward, ForwardResult)
         self._runner.output_sent(number, self._answer(forward.output))
-        backward = self._computed(lambda: self._runner.backward(number, self._payload))
-        assert isinstance(backward, BackwardResult)
+        backward = self._runner.backward(number, self._payload)
         assert backward.input_gradient is not None
         wire = self._answer(backward.input_gradient)
         self._runner.transcribe(number, backward, wire)
@@ -172,13 +118,6 @@ class StageAtWork:
     def _number(self, index: int) -> int:
         """Return a request number that is unique across steps."""
         return self._step * 1_000_000 + index
-
-    def _computed(
-        self, compute: Callable[[], ForwardResult | BackwardResult]
-    ) -> ForwardResult | BackwardResult:
-        result = compute()
-        self._times.end()
-        return result
 
     def _answer(self, tensor: torch.Tensor) -> memoryview:
         host = self._runner.copier.to_host(tensor)

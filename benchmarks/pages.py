@@ -22,6 +22,7 @@ from benchmarks.agreement import agreement_markdown
 from benchmarks.bottlenecks import bottlenecks_markdown
 from benchmarks.codecs import averages_markdown, codecs_markdown
 from benchmarks.copies.__main__ import copies_markdown
+from benchmarks.gpu import gpu_markdown
 from benchmarks.honest.page import honest_markdown
 from benchmarks.lateness import lateness_markdown
 from benchmarks.local_steps.page import local_steps_markdown
@@ -114,6 +115,7 @@ GENERATED = (
     GeneratedTable("docs/benchmarks.md", "average figures", ("codecs",), averages_markdown),
     GeneratedTable("docs/benchmarks.md", "agreement figures", ("agreement",), agreement_markdown),
     GeneratedTable("docs/benchmarks.md", "wire figures", ("wire-bytes",), wire_bytes_markdown),
+    GeneratedTable("docs/benchmarks.md", "gpu figures", ("gpu",), gpu_markdown),
     GeneratedTable("docs/benchmarks.md", "memory figures", ("stage-memory",), memory_markdown),
     GeneratedTable("docs/benchmarks.md", "least figures", ("stage-memory-least",), least_markdown),
     GeneratedTable(

@@ -143,6 +143,10 @@ class BudgetedStage:
         """Return the sums of all gradients so far."""
         return self._runner.accumulator.totals()
 
+    def close(self) -> None:
+        """Drop the microbatch in flight, whose graph would keep the stage's memory."""
+        self._runner.discard(self._number)
+
     def peak_bytes(self, microbatches: int = 3) -> int:
         with LiveBytes() as used:
             self.seconds(microbatches)
