@@ -103,13 +103,13 @@ def usable_device(name: str) -> torch.device:
     where torch cannot compute on it."""
     try:
         device = torch.device(name)
-        repeat_to_the_bit(device)
         torch.ones(1, device=device).sum().item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise UsageError(
             f"torch cannot compute on a device {name!r} here; give cpu, or cuda:0 where there is a "
             "GPU and a torch that is built for it"
         ) from error
+    repeat_to_the_bit(device)
     return device
 
 

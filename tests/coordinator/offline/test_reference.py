@@ -8,9 +8,16 @@ import numpy as np
 import pytest
 import torch
 
+from kits.client.fake_accelerator import FakeAccelerator, device_of
 from kits.peer_names import named
 from kits.runs.no_data import NO_DATA
-from swarm_coordinator.offline.reference import StepRecord, evaluate, train_reference
+from swarm_coordinator.offline.reference import (
+    StepRecord,
+    evaluate,
+    train_reference,
+    usable_device,
+)
+from swarm_shared.base.errors import UsageError
 from swarm_shared.model.initialise import build_whole
 from swarm_shared.model.optimizer import fingerprint
 from swarm_shared.run.codec_sizes import AverageCodec
@@ -165,3 +172,29 @@ def test_a_gradient_that_lags_a_step_behind_makes_another_run_from_the_second_st
     assert losses[0][0] == losses[1][0]
     assert losses[0][1] != losses[1][1]
     assert fingerprint(at_once[0]) != fingerprint(lagging[0])
+
+
+@pytest.mark.parametrize(("average", "staleness"), [("exact", 0), ("exact", 1), ("none", 0)])
+def test_microbatches_may_be_computed_on_another_device(average, staleness):
+    described = manifest(False, staleness, average, 2)
+    # Grouped heads have a kernel of their own on the processor.
+    model = described.model.model_copy(update={"key_value_heads": described.model.heads})
+    described = described.model_copy(update={"model": model})
+    fake, records = FakeAccelerator("cuda"), []
+    with fake.at_work():
+        stage = train_reference(
+            described, samples, STEPS, records.append, threads=1, device=fake.device
+        )
+        assert fake.calls["aten::mm"], "products were computed there"
+        assert {device_of(one).type for one in stage.parameters()} == {"cpu"}
+    expected, expected_records = run(described)
+    assert [one.loss for one in records] == [one.loss for one in expected_records]
+    for name, value in values_of(expected).items():
+        assert torch.equal(value, values_of(stage)[name])
+
+
+def test_a_device_that_is_not_there_is_refused_with_what_to_give_instead():
+    assert usable_device("cpu") == torch.device("cpu")
+    for name in ("toaster", "cuda:99"):
+        with pytest.raises(UsageError, match=f"'{name}' here; give cpu, or cuda:0"):
+            usable_device(name)
