@@ -36,7 +36,7 @@ CLOSE = 1e-3
 def accelerator() -> Accelerator:
     found = accelerators()
     if not found:
-        pytest.skip("there is no accelerator here")
+        pytest.skip("needs a GPU")
     found[0].select()
     return found[0]
 
