@@ -90,6 +90,8 @@ def make_template(place: Path, contender: Contender, steps: int, preset: str) ->
         "training.steps": steps, "training.evaluation_microbatches": 0,
         "run.name": "benchmark", "network.listen_host": "127.0.0.1",
         "limits.starting_peers_per_stage": peers,
+        # So few steps would all be on probation, which `make bench-trust` measures.
+        "trust.probation_cells": 0,
         **PLAIN_BORDERS, **preset_sizes(preset),
     })  # fmt: skip
 
