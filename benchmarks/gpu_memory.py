@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
@@ -72,13 +72,9 @@ def measure_budgets(name: str, accelerator: Accelerator) -> dict[str, Any]:
         rows.append(row)
     return {
         "preset": name, "layers": layers, "parameters": stage_sizes(manifest)[MIDDLE].parameters,
-        "dtype": DTYPE, "rates": None if rates is None else vars_of(rates),
+        "dtype": DTYPE, "rates": None if rates is None else asdict(rates),
         **memory.model_dump(), "plans": rows,
     }  # fmt: skip
-
-
-def vars_of(rates: Any) -> dict[str, float]:
-    return {name: getattr(rates, name) for name in rates.__slots__}
 
 
 def _measured(

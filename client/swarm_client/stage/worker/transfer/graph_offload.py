@@ -22,8 +22,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from swarm_client.stage.worker.accelerator import Accelerator, Streams
 
 ALIGNMENT_BYTES = 512
-"""Every tensor begins at a multiple of it, as in torch's own allocator: libraries choose other
-kernels, whose sums have another order, for data that is aligned to less."""
+"""Every tensor begins at a multiple of it, as in torch's own allocator: libraries may choose
+other kernels, whose sums have another order, for data that is aligned to less."""
 
 
 @dataclass(slots=True)
