@@ -13,6 +13,7 @@ import torch
 
 from benchmarks.counts.world import manifest as any_manifest
 from swarm_client.stage.worker.accelerator import Accelerator
+from swarm_client.stage.worker.flights import CountedWeights
 from swarm_client.stage.worker.stage_runner import ForwardResult, StageRunner
 from swarm_client.stage.worker.step_runner import StepRunner
 from swarm_shared.base.memory import StageMemory
@@ -75,6 +76,7 @@ class StageAtWork:
         self._runner = StageRunner(manifest, MIDDLE, accelerator, 2**62, 0, backend)
         self._steps = StepRunner(self._runner)
         self._step = 0
+        self._counted: CountedWeights | None = None
         self._payload = random_payload(self._runner)
         self._slot = memoryview(bytearray(self._runner.sizes.slot_bytes))
         self._gradients = torch.zeros(self._runner.layout.count)
@@ -113,7 +115,7 @@ class StageAtWork:
         wire = self._answer(backward.input_gradient)
         self._runner.transcribe(number, backward, wire)
         if backward.owed is not None:
-            self._runner.weights(number)
+            self._counted = self._runner.weights(number)
 
     def _number(self, index: int) -> int:
         """Return a request number that is unique across steps."""
@@ -124,4 +126,6 @@ class StageAtWork:
         return self._slot[: self._runner.codec.write_output(host, self._slot)]
 
     def _wait(self) -> None:
+        if self._counted is not None:
+            _ = self._counted.transcript
         self._accelerator.synchronise()

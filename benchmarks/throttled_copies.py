@@ -9,9 +9,10 @@ time in which the processor itself copies is not on its clock, since it is the e
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +20,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from swarm_client.stage.worker.accelerator import Accelerator, processor
+
+T = TypeVar("T")
 
 
 class ComputingClock:
@@ -73,6 +76,11 @@ class ThrottledStreams:
     def pinned(self, nbytes: int) -> Tensor:
         # Of numpy's memory: what counts tensors counts those of the device.
         return torch.from_numpy(np.empty(nbytes, dtype=np.uint8))
+
+    def beside(self, work: Callable[[], T]) -> Future[T]:
+        done: Future[T] = Future()
+        done.set_result(work())
+        return done
 
 
 class ThrottledStream:

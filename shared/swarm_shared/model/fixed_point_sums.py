@@ -55,10 +55,12 @@ class Quantum:
         # A tied table is summed over two stages.
         return cls(size, 2.0 ** (EXACT_BITS - 2) / microbatches)
 
-    def counts(self, gradient: Tensor) -> Tensor:
-        """Return one microbatch's gradient in counts: a new float32 tensor of integers, ties to
-        even. An element too large for exact sums becomes the largest count."""
-        scaled = torch.mul(gradient, 1.0 / self.size)
+    def counts(self, gradient: Tensor, *, in_place: bool = False) -> Tensor:
+        """Return one microbatch's gradient in counts: float32 integers, ties to even, in a new
+        tensor or in the gradient's. An element too large for exact sums becomes the largest
+        count."""
+        factor = 1.0 / self.size
+        scaled = gradient.mul_(factor) if in_place else torch.mul(gradient, factor)
         return scaled.round_().clamp_(-self.max_counts, self.max_counts)
 
     def add(self, totals: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
@@ -78,16 +80,20 @@ class Quantum:
         ]
 
     def each_counts(
-        self, gradients: Iterable[Tensor], device: torch.device | None = None
-    ) -> Iterator[Tensor]:
+        self, gradients: Iterable[Tensor], device: torch.device | None = None, *,
+        in_place: bool = False,
+    ) -> Iterator[Tensor]:  # fmt: skip
         """Yield the counts of one microbatch's gradients in pieces, float32, on this device, or
-        where each gradient is."""
+        where each gradient is. `in_place`: in the memory of the gradients that are there."""
         for gradient in gradients:
-            yield from self._windows(gradient, gradient.device if device is None else device)
+            there = gradient.device if device is None else device
+            yield from self._windows(gradient, there, in_place=in_place)
 
-    def _windows(self, gradient: Tensor, device: torch.device) -> Iterator[Tensor]:
+    def _windows(
+        self, gradient: Tensor, device: torch.device, *, in_place: bool = False
+    ) -> Iterator[Tensor]:
         for part in torch.split(gradient.reshape(-1), _window_elements(device)):
-            yield self.counts(part.to(device))
+            yield self.counts(part.to(device), in_place=in_place)
 
     def mean(self, counts: Tensor, tokens: int) -> Tensor:
         """Return the gradient of the mean loss over so many tokens, rounded to float32 once."""

@@ -19,11 +19,12 @@ the real device, and that memory returns to the allocator too early (`Streams.us
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torchgen
@@ -46,6 +47,7 @@ SCALARS = {"aten::_local_scalar_dense", "aten::equal"}
 """Operators whose answer the host waits for."""
 
 Clock = dict[object, int]
+T = TypeVar("T")
 
 
 def device_of(tensor: Tensor) -> torch.device:
@@ -162,6 +164,19 @@ class FakeEvent:
         self._streams.order.host.learn(self.moment)
 
 
+class LateWork(Future[T]):
+    """The host's work beside its other work, done at the last moment: when it is awaited."""
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        super().__init__()
+        self._work = work
+
+    def result(self, timeout: float | None = None) -> T:
+        if not self.done():
+            self.set_result(self._work())
+        return super().result(timeout)
+
+
 class FakeStreams:
     def __init__(self, order: Order) -> None:
         self.order = order
@@ -195,6 +210,9 @@ class FakeStreams:
         pinned = torch.empty(nbytes, dtype=torch.uint8)
         _notes(pinned).fake_pinned = True
         return pinned
+
+    def beside(self, work: Callable[[], T]) -> Future[T]:
+        return LateWork(work)
 
 
 class FakeAccelerator(Accelerator):

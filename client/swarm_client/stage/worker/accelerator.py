@@ -25,9 +25,10 @@ import ctypes
 import json
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import psutil
 import torch
@@ -36,6 +37,8 @@ from torch import Tensor
 from swarm_client.machine.device_names import CUDA, MPS, PROCESSOR, XPU
 from swarm_client.machine.devices import DeviceRates
 from swarm_shared.model.repeatable_kernels import repeat_to_the_bit
+
+T = TypeVar("T")
 
 _OUT_OF_MEMORY = (
     "can't allocate memory",  # c10/core/impl/alloc_cpu.cpp
@@ -96,6 +99,9 @@ class Streams(Protocol):
 
     def pinned(self, nbytes: int) -> Tensor:
         """Return bytes of host memory that the device reads and writes by itself."""
+
+    def beside(self, work: Callable[[], T]) -> Future[T]:
+        """Have the host work beside what it does next, one such work after another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +228,10 @@ class _DeviceStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        # A thread has a device of its own.
+        self._beside = ThreadPoolExecutor(
+            1, "beside", initializer=torch.accelerator.set_device_index, initargs=(device,)
+        )
 
     def stream(self) -> torch.Stream:
         return torch.Stream(self._device)
@@ -240,6 +250,9 @@ class _DeviceStreams:
 
     def pinned(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def beside(self, work: Callable[[], T]) -> Future[T]:
+        return self._beside.submit(work)
 
 
 _KINDS: dict[str, type[Accelerator]] = {

@@ -33,6 +33,7 @@ from swarm_client.stage.worker.accelerator import (
 from swarm_client.stage.worker.audits import AuditRunner
 from swarm_client.stage.worker.compiling import backend_from_environment
 from swarm_client.stage.worker.duty_cycle import DutyCycle
+from swarm_client.stage.worker.flights import CountedWeights
 from swarm_client.stage.worker.payloads import is_finite
 from swarm_client.stage.worker.self_test import arithmetic_class, run_self_test
 from swarm_client.stage.worker.shared_buffers import WorkerMemory
@@ -45,6 +46,9 @@ from swarm_shared.codecs.errors import CodecError
 from swarm_shared.model.fixed_point_sums import totals_dtype
 from swarm_shared.run.manifest import Manifest
 from swarm_shared.volunteer_rules.compute_order import ComputeOrder, Part
+
+HASH_WAIT_SECONDS = 0.002
+"""Between two looks for a message while a gradient is hashed and nothing else is to be done."""
 
 _COMPUTING_CONTROLS = (
     messages.Uncommit,
@@ -79,6 +83,9 @@ class ComputeLoop:
         self._waiting: ComputeOrder[Computation] = ComputeOrder()
         self._computing: int | None = None
         """Number of the request being computed, which may be discarded meanwhile."""
+        self._hashing: CountedWeights | None = None
+        self._unsent: messages.WeightsDone | None = None
+        """The answer for the gradient that is being hashed."""
         self._unread: deque[messages.WorkerRequest | None] = deque()
         """Messages received while computing; None is the end of the link."""
         runner.between_layers = self._stop_if_discarded
@@ -94,9 +101,10 @@ class ComputeLoop:
                 self._computing = request.request
                 answer = _answer(request, self._compute)
                 while _lacked_memory(answer) and self._runner.graphs.keep_less():
+                    self._answer_hashed()
                     answer = _answer(request, self._compute)
                 self._computing = None
-                self._link.send(answer)
+                self._send(answer)
                 self._duty.computed(self._clock() - begun)
         except LinkClosed:
             return
@@ -105,6 +113,7 @@ class ComputeLoop:
         """Handle all received messages; wait for one when nothing is queued. False at the end."""
         # Messages are handled during a rest: other stages may wait for this one to close the step.
         while self._has_message(self._duty.rest_seconds()) or not self._waiting:
+            self._await_hash()
             message = self._unread.popleft() if self._unread else self._link.receive()
             if message is None:
                 return False
@@ -121,10 +130,35 @@ class ComputeLoop:
                     self._discard(message.request)
                 case _:
                     begun = self._clock()
+                    self._answer_hashed()
                     self._link.send(_answer(message, self._control))
                     if isinstance(message, _COMPUTING_CONTROLS):
                         self._duty.add_work(self._clock() - begun)
         return True
+
+    def _send(self, answer: Numbered) -> None:
+        """Send a computation's answer, or keep it while its gradient is hashed."""
+        if self._hashing is not None and self._unsent is None:
+            assert isinstance(answer, messages.WeightsDone)
+            self._unsent = answer
+            return
+        self._link.send(answer)
+        if self._hashing is not None and self._hashing.is_hashed():
+            self._answer_hashed()
+
+    def _answer_hashed(self) -> None:
+        """Answer for the gradient that is being hashed, if there is one, once it is."""
+        counted, self._hashing = self._hashing, None
+        answer, self._unsent = self._unsent, None
+        if counted is not None and answer is not None:
+            self._link.send(answer.model_copy(update={"transcript": counted.transcript}))
+
+    def _await_hash(self) -> None:
+        """With nothing else to do, answer for the gradient that is being hashed, unless a message
+        comes first."""
+        while self._hashing is not None and not self._waiting and not self._has_message(0.0):
+            if self._hashing.is_hashed(HASH_WAIT_SECONDS):
+                self._answer_hashed()
 
     def _add(self, part: Part, request: Computation) -> None:
         self._waiting.add(part, *self._cell_of(request), request)
@@ -162,13 +196,11 @@ class ComputeLoop:
 
     def _compute(self, request: Computation) -> Numbered:
         if isinstance(request, messages.SaveKept | messages.RunAudit):
+            self._answer_hashed()
             return self._audit(request)
         started = self._clock()
         if isinstance(request, messages.RunWeights):
-            added, transcript = self._runner.weights(request.computation)
-            return messages.WeightsDone(
-                added=added, transcript=transcript, seconds=self._seconds(started)
-            )
+            return self._weights(request, started)
         payload = self._memory.slot(request.slot, request.nbytes)
         step, _ = self._cell_of(request)
         result: ForwardResult | BackwardResult
@@ -182,6 +214,18 @@ class ComputeLoop:
                 faults.inject(FaultPoint.BACKWARD, step)
                 result = self._runner.backward(request.forward, payload)
         return self._answer_of(request, step, result, started)
+
+    def _weights(self, request: messages.RunWeights, started: float) -> messages.WeightsDone:
+        self._answer_hashed()
+        counted = self._runner.weights(request.computation)
+        transcript = None
+        if counted.is_hashed():
+            transcript = counted.transcript
+        else:
+            self._hashing = counted
+        return messages.WeightsDone(
+            added=counted.added, transcript=transcript, seconds=self._seconds(started)
+        )
 
     def _audit(self, request: messages.SaveKept | messages.RunAudit) -> Numbered:
         match request:

@@ -3,6 +3,8 @@ weights."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 from swarm_client.stage.worker.accumulation.accumulator import KeptMicrobatch
@@ -57,3 +59,29 @@ class OwedWeights:
     kept: KeptMicrobatch
     gradients: ParameterGradients
     nbytes: int
+
+
+class CountedWeights:
+    """What became of owed weights. Their gradient may still be hashed when they are counted."""
+
+    def __init__(
+        self, *, added: bool, transcribe: Callable[[], Transcript | None],
+        hashing: Future[str] | None = None,
+    ) -> None:  # fmt: skip
+        self.added = added
+        """Whether it was this that added them to the sums."""
+        self._transcribe = transcribe
+        self._hashing = hashing
+        self._transcript: Transcript | None = None
+        self._is_transcribed = False
+
+    def is_hashed(self, wait_seconds: float = 0.0) -> bool:
+        """Whether the transcript is there without waiting, or within this time."""
+        return self._hashing is None or bool(wait((self._hashing,), wait_seconds).done)
+
+    @property
+    def transcript(self) -> Transcript | None:
+        """Of what is in the accumulator, once it is hashed."""
+        if not self._is_transcribed:
+            self._transcript, self._is_transcribed = self._transcribe(), True
+        return self._transcript

@@ -20,7 +20,8 @@ Where the device's memory is too little for the weights, some of them lie in hos
 
 Every gradient is computed separately, checked for finiteness and only then added, so that a failure
 leaves no trace. That costs one more copy of the parameters' size in memory during a backward pass,
-and one read of it.
+and one read of it. On a device with streams a gradient that was left for later is hashed from that
+memory while the next microbatch is computed, up to the point at which the next gradient needs it.
 
 Shape suffixes: B sequences, T positions, D hidden size.
 """
@@ -42,7 +43,7 @@ from swarm_client.stage.worker.accelerator import Accelerator
 from swarm_client.stage.worker.accumulation.accumulator import Accumulator, KeptMicrobatch
 from swarm_client.stage.worker.backward_pass import Graph, ParameterGradients, differentiate
 from swarm_client.stage.worker.compiling import compile_layers
-from swarm_client.stage.worker.flights import Digests, InFlight, OwedWeights
+from swarm_client.stage.worker.flights import CountedWeights, Digests, InFlight, OwedWeights
 from swarm_client.stage.worker.graph_memory import GraphMemory
 from swarm_client.stage.worker.parameter_versions import ParameterSet, ParameterSets
 from swarm_client.stage.worker.payloads import MicrobatchInput, PayloadCodec, all_finite, is_finite
@@ -137,6 +138,8 @@ class StageRunner:
         self.copier = device_copier(accelerator, largest_bytes)
         self._in_flight: dict[int, InFlight] = {}
         self._owed: dict[int, OwedWeights] = {}
+        self._counted: CountedWeights | None = None
+        """Whose gradient may still be hashed."""
         self.graphs = GraphMemory(graph_budget_bytes, self._in_flight, self._owed)
         self.graphs.host_bytes = host_graph_bytes
         self._offload: GraphOffload | None = None
@@ -320,29 +323,57 @@ class StageRunner:
         if result.added and result.digests is not None:
             self.uncommit(result.digests.step, (result.digests.microbatch,))
 
-    def weights(self, computation: int) -> tuple[bool, Transcript | None]:
-        """Accumulate what an answer has left owed; return whether this call added it, and the
-        transcript of what is in the accumulator. RequestFailed: unknown_microbatch, not_finite."""
+    def weights(self, computation: int) -> CountedWeights:
+        """Accumulate what an answer has left owed. RequestFailed: unknown_microbatch,
+        not_finite."""
+        self.finish_hashing()
         owed = self._owed.get(computation)
         if owed is None:
             raise RequestFailed("unknown_microbatch", "nothing is owed of it: its step is over")
         try:
-            result = self._count(owed)
+            result = self._count(computation, owed)
         except RequestFailed:
             del self._owed[computation]
             raise
         # Still owed after a lack of memory: less is kept then (`GraphMemory.keep_less`).
-        del self._owed[computation]
+        self._owed.pop(computation, None)
         return result
 
-    def _count(self, owed: OwedWeights) -> tuple[bool, Transcript | None]:
+    def _count(self, computation: int, owed: OwedWeights) -> CountedWeights:
         digests = owed.digests
         accumulator = self.parameter_sets.of(digests.step).accumulator
         if not accumulator.contents.wants(digests.microbatch, accumulate=True):
-            return False, accumulator.transcripts.get(digests.microbatch)
+            known = accumulator.transcripts.get(digests.microbatch)
+            return CountedWeights(added=False, transcribe=lambda: known)
         gradients = self._computed(owed.gradients)
+        if accumulator.hashes_beside(gradients):
+            return self._count_beside(computation, owed, gradients)
         digests.gradient = accumulator.add(digests.microbatch, gradients, owed.kept)
-        return True, self._record(digests)
+        transcript = self._record(digests)
+        return CountedWeights(added=True, transcribe=lambda: transcript)
+
+    def _count_beside(
+        self, computation: int, owed: OwedWeights, gradients: list[Tensor]
+    ) -> CountedWeights:
+        # The gradients become counts: they cannot be added again after a lack of memory.
+        del self._owed[computation]
+        digests = owed.digests
+        accumulator = self.parameter_sets.of(digests.step).accumulator
+        hashing = accumulator.add_and_hash_beside(digests.microbatch, gradients, owed.kept)
+
+        def transcribe() -> Transcript:
+            digests.gradient = hashing.result()
+            return self._record(digests)
+
+        self._counted = CountedWeights(added=True, transcribe=transcribe, hashing=hashing)
+        return self._counted
+
+    def finish_hashing(self) -> None:
+        """Wait until the gradient that was counted last is hashed: before memory is taken for
+        another one, and before transcripts are read or forgotten."""
+        counted, self._counted = self._counted, None
+        if counted is not None:
+            _ = counted.transcript
 
     def _digests(self, step: Step, microbatch: MicrobatchIndex, wire: bytearray) -> Digests:
         """The digests of a stage's inputs; the last stage's output are the targets."""
@@ -371,6 +402,7 @@ class StageRunner:
         them cannot be recomputed. Microbatches that are not in it are skipped."""
         if step not in self.parameter_sets.open_steps(self.version):
             return False
+        self.finish_hashing()
         parameter_set = self.parameter_sets.of(step)
         accumulator = parameter_set.accumulator
         removal = accumulator.contents.removal(microbatches)
@@ -383,6 +415,7 @@ class StageRunner:
 
     def reset_step(self, step: Step) -> None:
         """Empty the step's accumulator and drop what is in flight of it; other steps continue."""
+        self.finish_hashing()
         self.parameter_sets.of(step).accumulator.reset()
         for number in [n for n, flight in self._in_flight.items() if flight.step == step]:
             del self._in_flight[number]
@@ -392,6 +425,7 @@ class StageRunner:
 
     def reset(self) -> None:
         """Empty all accumulators and drop everything in flight."""
+        self.finish_hashing()
         for parameter_set in self.parameter_sets:
             parameter_set.accumulator.reset()
         self._in_flight.clear()
@@ -549,6 +583,7 @@ class StageRunner:
     ) -> BackwardResult:  # fmt: skip
         accumulator = parameter_set.accumulator
         if digests is None or not accumulator.contents.wants(microbatch, accumulate):
+            self.finish_hashing()
             input_gradient, _ = self._differentiate(graph, output_gradient, [], Weights.NEVER)
             known = accumulator.transcripts.get(microbatch) if accumulate else None
             return BackwardResult(input_gradient, False, known=known)
@@ -566,6 +601,8 @@ class StageRunner:
         weights: Weights,
     ) -> tuple[Tensor | None, ParameterGradients]:  # fmt: skip
         """The gradient of the input, checked for finiteness, and those of the parameters."""
+        if weights is Weights.NOW:
+            self.finish_hashing()
         input_gradient, gradients = differentiate(
             graph, output_gradient, parameters, weights, self.while_computing
         )

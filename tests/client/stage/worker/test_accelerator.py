@@ -34,6 +34,7 @@ from swarm_shared.model import global_norm
 from swarm_shared.run.manifest import CodecsConfig, Manifest
 from swarm_shared.run.schedule import learning_rate
 
+pytestmark = pytest.mark.usefixtures("splits")
 STEPS = 2
 MICROBATCHES = 2
 
@@ -83,13 +84,22 @@ class Pipeline:
         self._requests = 0
 
     def step(self, step: Step) -> list[str]:
-        """Train one step, with one microbatch taken out and computed again; the digests."""
+        """Train one step, with one microbatch taken out and computed again; the digests of the
+        parameters, and the transcripts of all that was counted."""
         for number in range(MICROBATCHES):
             self.microbatch(step, MicrobatchIndex(number))
         middle = self.runners[0]
         assert middle.uncommit(step, (MicrobatchIndex(0),))
         self.microbatch(step, MicrobatchIndex(0))
-        return self._close(step)
+        return [*self._transcripts(), *self._close(step)]
+
+    def _transcripts(self) -> list[str]:
+        found: list[str] = []
+        for runner in self.runners:
+            runner.finish_hashing()
+            in_sums = runner.accumulator.transcripts
+            found += [in_sums[MicrobatchIndex(i)].model_dump_json() for i in range(MICROBATCHES)]
+        return found
 
     def microbatch(self, step: Step, index: MicrobatchIndex) -> None:
         inputs, targets = tokens_of(self._manifest, index)

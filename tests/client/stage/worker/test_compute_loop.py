@@ -15,7 +15,7 @@ import torch
 from kits.peer_names import named
 from swarm_client.ipc.child_process import SyncLink
 from swarm_client.stage.protocol import messages
-from swarm_client.stage.worker.accelerator import processor
+from swarm_client.stage.worker.accelerator import Accelerator, processor
 from swarm_client.stage.worker.compute_loop import ComputeLoop, _answer, serve
 from swarm_client.stage.worker.shared_buffers import WorkerMemory
 from swarm_client.stage.worker.stage_runner import StageRunner
@@ -61,10 +61,10 @@ def make_manifest(staleness: int = 0) -> Manifest:
 class Rig:
     """A loop in a thread, holding stage 0, and the daemon's end of its socket."""
 
-    def __init__(self, staleness: int = 0) -> None:
+    def __init__(self, staleness: int = 0, accelerator: Accelerator | None = None) -> None:
         torch.set_num_threads(1)
-        manifest = make_manifest(staleness)
-        self.runner = StageRunner(manifest, StageIndex(0), processor(), 2**30, 2**30)
+        manifest, device = make_manifest(staleness), accelerator or processor()
+        self.runner = StageRunner(manifest, StageIndex(0), device, 2**30, 2**30)
         slot_bytes = self.runner.sizes.slot_bytes
         name = f"test-{uuid.uuid4().hex[:12]}"
         self.memory = WorkerMemory(name, SLOTS * slot_bytes, slot_bytes, self.runner.layout.count)

@@ -18,6 +18,7 @@ from swarm_shared.model.layer_seconds import LayerSeconds
 from swarm_shared.run.graph_sizes import GraphSizes
 from swarm_shared.run.manifest import Manifest, StageRange
 
+pytestmark = pytest.mark.usefixtures("splits")
 LAYERS = 6
 WORTH_IT, NOT_WORTH_IT = LayerSeconds(forward=1.0, copy=0.5), LayerSeconds(forward=1.0, copy=1e3)
 

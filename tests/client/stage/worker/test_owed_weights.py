@@ -96,9 +96,9 @@ def test_the_answer_is_the_same_and_nothing_is_counted_before_the_weights() -> N
     assert torch.equal(result.input_gradient, expected.input_gradient)
     assert counted(split) == ()
     assert not torch.any(split.accumulator.totals())
-    added, transcript = split.weights(1)
-    assert added
-    assert transcript == whole.accumulator.transcripts[MicrobatchIndex(0)]
+    found = split.weights(1)
+    assert found.added
+    assert found.transcript == whole.accumulator.transcripts[MicrobatchIndex(0)]
     assert torch.equal(split.accumulator.totals(), whole.accumulator.totals())
 
 
@@ -123,9 +123,9 @@ def test_sums_are_equal_to_the_bit_for_any_order_and_any_memory(
                 owed.append(number)
         rng.shuffle(owed)
         while owed and (runner.graphs.is_short or rng.random() < 0.4):
-            assert runner.weights(owed.pop())[0]
+            assert runner.weights(owed.pop()).added
     for number in owed:
-        assert runner.weights(number)[0]
+        assert runner.weights(number).added
     assert torch.equal(runner.accumulator.totals(), whole.accumulator.totals())
     assert runner.accumulator.transcripts == whole.accumulator.transcripts
 
@@ -148,9 +148,9 @@ def test_a_microbatch_that_is_owed_twice_is_counted_once() -> None:
     runner = measured()
     owing(runner, 1, 0)
     owing(runner, 2, 0)
-    added, transcript = runner.weights(2)
-    assert added
-    assert runner.weights(1) == (False, transcript)
+    found, again = runner.weights(2), runner.weights(1)
+    assert (found.added, again.added) == (True, False)
+    assert again.transcript == found.transcript
     assert counted(runner) == (0,)
 
 
@@ -267,6 +267,20 @@ def test_a_backward_pass_without_memory_can_be_repeated_with_the_same_gradients(
     assert torch.equal(runner.accumulator.totals(), undisturbed.accumulator.totals())
 
 
+def memory_ends_after(parameters: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Have the sums of so many parameters changed, and no more; return those that were tried."""
+    honest, tried = CountedSums._make_room, list[int]()
+
+    def full(self: CountedSums, number: int, bound: float) -> None:
+        tried.append(number)
+        if len(tried) > parameters:
+            raise MemoryError
+        honest(self, number, bound)
+
+    monkeypatch.setattr(CountedSums, "_make_room", full)
+    return tried
+
+
 @pytest.mark.parametrize("change", ["add", "subtract"])
 def test_sums_whose_change_ends_half_done_are_emptied(
     change: str, monkeypatch: pytest.MonkeyPatch
@@ -276,27 +290,15 @@ def test_sums_whose_change_ends_half_done_are_emptied(
     for number in (1, 2):
         owing(runner, number, number)
     runner.weights(1)
-    sums = CountedSums
-    honest = sums._make_room
-    calls = 0
-
-    def full(self: CountedSums, number: int, bound: float) -> None:
-        nonlocal calls
-        calls += 1
-        if calls > 3:
-            raise MemoryError
-        honest(self, number, bound)
-
     if change == "add":
-        monkeypatch.setattr(sums, "_make_room", full)
+        tried = memory_ends_after(3, monkeypatch)
         with pytest.raises(MemoryError):
             runner.weights(2)
-        assert calls == 4
+        assert tried == [0, 1, 2, 3]
     else:
         runner.weights(2)
         gradients_of_one = len(runner.layout.entries)
-        calls = -gradients_of_one
-        monkeypatch.setattr(sums, "_make_room", full)
+        memory_ends_after(gradients_of_one + 3, monkeypatch)
         with pytest.raises(MemoryError):
             runner.uncommit(STEP, (MicrobatchIndex(1),))
     monkeypatch.undo()
@@ -304,5 +306,5 @@ def test_sums_whose_change_ends_half_done_are_emptied(
     assert not torch.any(runner.accumulator.totals())
     assert runner.accumulator.transcripts == {}
     if change == "add":
-        assert runner.weights(2)[0]  # it is still owed
+        assert runner.weights(2).added  # it is still owed
         assert counted(runner) == (2,)

@@ -27,6 +27,7 @@ from swarm_shared.run.manifest import CodecsConfig, Manifest
 from swarm_shared.run.model_config import ComputeDtype
 from swarm_shared.run.stage_cut import LayerMatrices
 
+pytestmark = pytest.mark.usefixtures("splits")
 STEPS = 3
 CLOSE = 1e-3
 """Relative distance of a loss from the processor's, after few steps in float32."""

@@ -21,6 +21,7 @@ from swarm_shared.model import Stage, build_stage
 from swarm_shared.run.model_config import AdapterConfig
 from swarm_shared.run.stage_cut import LayerMatrices
 
+pytestmark = pytest.mark.usefixtures("splits")
 STEPS = 2
 LAYERS = MANIFEST.stages[1].end_layer - MANIFEST.stages[1].first_layer
 ALL_BYTES = LayerMatrices.of(MANIFEST.model).streamable_bytes(LAYERS, staleness=0)

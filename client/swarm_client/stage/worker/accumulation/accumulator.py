@@ -11,13 +11,14 @@ exactly; where they are summed in float32, up to rounding.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from swarm_client.stage.worker.accumulation.digests import GradientDigest
+from swarm_client.stage.worker.accumulation.digests import DigestBeside, GradientDigest
 from swarm_client.stage.worker.accumulation.gradient_sums import GradientSums, gradient_sums
 from swarm_client.stage.worker.transfer.pieces_to_host import PiecesToHost
 from swarm_shared.base.transcript import Transcript
@@ -76,6 +77,29 @@ class Accumulator:
             if gradients:
                 self._sums.add(gradients, digest.update)
         return digest.hex()
+
+    def hashes_beside(self, gradients: Sequence[Tensor]) -> bool:
+        """Whether these can be hashed beside the computations that follow: all are on a device with
+        streams, and no two in the same memory."""
+        storages = {gradient.untyped_storage().data_ptr() for gradient in gradients}
+        return (
+            self._pieces is not None
+            and 0 < len(gradients) == len(storages)
+            and not any(gradient.is_cpu for gradient in gradients)
+        )
+
+    def add_and_hash_beside(
+        self, microbatch: MicrobatchIndex, gradients: Sequence[Tensor], kept: KeptMicrobatch
+    ) -> Future[str]:
+        """Add gradients for which `hashes_beside`, whose memory is taken; return what will have the
+        digest."""
+        if self._pieces is None:
+            raise RuntimeError("this device has no streams")
+        self.contents.add(microbatch, kept)
+        digest = DigestBeside(self._pieces)
+        with self._whole_or_empty():
+            self._sums.add(gradients, digest.update, in_place=True)
+        return digest.begin()
 
     def subtract(
         self, removal: Removal[KeptMicrobatch], gradients: Iterable[Sequence[Tensor]]

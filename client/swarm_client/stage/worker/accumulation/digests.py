@@ -6,12 +6,14 @@ The digests of what crosses a boundary are `swarm_shared.identity.work_statement
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 
 import torch
 from blake3 import blake3
 from torch import Tensor
 
 from swarm_client.stage.protocol.errors import RequestFailed
+from swarm_client.stage.worker.accelerator import Event
 from swarm_client.stage.worker.transfer.pieces_to_host import PiecesToHost
 from swarm_shared.base.types import LinearDigests
 from swarm_shared.identity.linear_digest import Counts, DigestKey, to_text
@@ -26,17 +28,19 @@ class GradientDigest:
     computed faster than one core hashes it.
     """
 
-    def __init__(self, pieces: PiecesToHost | None = None) -> None:
-        """`pieces`: the reader of the device on which the gradient is."""
-        self._hashed = blake3(max_threads=torch.get_num_threads())
+    def __init__(self, pieces: PiecesToHost | None = None, threads: int | None = None) -> None:
+        """`pieces`: the reader of the device on which the gradient is; `threads`: if not torch's of
+        the calling thread."""
+        self._hashed = blake3(max_threads=threads or torch.get_num_threads())
         self._pieces = pieces
         if pieces is not None:
             pieces.begin()
 
-    def update(self, piece: Tensor) -> None:
-        """Add a piece: float32, on the device or in host memory."""
+    def update(self, piece: Tensor, computed: Event | None = None) -> None:
+        """Add a piece: float32, on the device or in host memory. `computed`: when it is, if not
+        after all that was begun so far."""
         if self._pieces is not None and not piece.is_cpu:
-            self._pieces.read(piece, self._hash)
+            self._pieces.read(piece, self._hash, computed)
             return
         self._finish()
         self._hash(piece.detach().reshape(-1).cpu())
@@ -53,6 +57,35 @@ class GradientDigest:
         """Return the digest of all pieces so far."""
         self._finish()
         return self._hashed.hexdigest(length=DIGEST_BYTES)
+
+
+class DigestBeside:
+    """The same, of a gradient on a device, made while the next microbatch is computed.
+
+    The host hashes a gradient in about the time in which a fast device computes one. The pieces are
+    kept until they are hashed, and must not change.
+    """
+
+    def __init__(self, pieces: PiecesToHost) -> None:
+        self._pieces = pieces
+        self._kept: list[Tensor] = []
+
+    def update(self, piece: Tensor) -> None:
+        """Add a piece: float32, on the device."""
+        self._kept.append(piece.detach())
+
+    def begin(self) -> Future[str]:
+        """Begin to hash all pieces; return what will have the digest."""
+        computed, threads = self._pieces.now(), torch.get_num_threads()
+        return self._pieces.beside(lambda: self._digest(computed, threads))
+
+    def _digest(self, computed: Event, threads: int) -> str:
+        digest = GradientDigest(self._pieces, threads)
+        for piece in self._kept:
+            digest.update(piece, computed)
+        found = digest.hex()
+        self._kept.clear()
+        return found
 
 
 def counted_pieces(gradients: Iterable[Tensor], quantum: Quantum | None) -> Iterable[Tensor]:

@@ -31,8 +31,14 @@ See = Callable[[Tensor], None]
 class GradientSums(Protocol):
     """One sum for each element of a stage's parameters."""
 
-    def add(self, gradients: Sequence[Tensor], see: See | None = None) -> None:
-        """Add one microbatch's gradients, one tensor for each parameter."""
+    def add(
+        self, gradients: Sequence[Tensor], see: See | None = None, *, in_place: bool = False
+    ) -> None:
+        """Add one microbatch's gradients, one tensor for each parameter.
+
+        What `see` is called with is valid until it returns, or for good if it is made `in_place`:
+        in the gradients' own memory, which are gradients no more.
+        """
 
     def zeros(self) -> Self:
         """Return new sums of the same parameters."""
@@ -55,7 +61,9 @@ class FloatSums:
         self._flat = layout.new_flat(device)
         self._views = list(layout.views(self._flat))
 
-    def add(self, gradients: Sequence[Tensor], see: See | None = None) -> None:
+    def add(
+        self, gradients: Sequence[Tensor], see: See | None = None, *, in_place: bool = False
+    ) -> None:
         device = self._flat.device
         torch._foreach_add_(self._views, [gradient.to(device) for gradient in gradients])
         if see is not None:
@@ -88,7 +96,9 @@ class CountedSums:
         self._spilled: dict[int, Tensor] = {}
         """By number of the parameter: counts in float64, in host memory."""
 
-    def add(self, gradients: Sequence[Tensor], see: See | None = None) -> None:
+    def add(
+        self, gradients: Sequence[Tensor], see: See | None = None, *, in_place: bool = False
+    ) -> None:
         bounds = self._quantum.bounds(gradients)
         for number, (gradient, bound) in enumerate(zip(gradients, bounds, strict=True)):
             if bound > INT32_MAX:
@@ -97,7 +107,8 @@ class CountedSums:
                 self._make_room(number, bound)
                 target = self._views[number]
             start = 0
-            for counts in self._quantum.each_counts((gradient,), self._counts.device):
+            device = self._counts.device
+            for counts in self._quantum.each_counts((gradient,), device, in_place=in_place):
                 end = start + counts.numel()
                 target[start:end].add_(counts.to(target))
                 start = end

@@ -8,8 +8,10 @@ wait for each other, and pageable memory takes several times as long.
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import cycle
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +22,8 @@ PIECE_BYTES = 2**24
 """Long enough that starting a copy takes no share of it worth mentioning. Counts of gradients are
 made in windows of this size, so that one leaves the device while the next one is made."""
 BUFFERS = 2
+
+T = TypeVar("T")
 
 See = Callable[[Tensor], None]
 """Called with each piece, flat and in host memory, in order; it is valid until the call returns."""
@@ -42,17 +46,33 @@ class PiecesToHost:
         )
         self._arriving: tuple[_Buffer, Tensor] | None = None
 
+    def now(self) -> Event:
+        """Return the moment at which all that was begun so far is computed."""
+        moment = self._streams.event()
+        moment.record()
+        return moment
+
+    def beside(self, work: Callable[[], T]) -> Future[T]:
+        """Have the host work beside what it does next. Reading is up to that work until it ends."""
+        return self._streams.beside(work)
+
     def begin(self) -> None:
         """Forget what was not read to its end, because an error came between."""
         self._arriving = None
 
-    def read(self, tensor: Tensor, see: See) -> None:
-        """Begin to copy a tensor, and read all pieces but the last one that was begun."""
+    def read(self, tensor: Tensor, see: See, computed: Event | None = None) -> None:
+        """Begin to copy a tensor, and read all pieces but the last one that was begun.
+
+        `computed`: when the tensor is; by default, when all is that was begun so far.
+        """
         flat = tensor.detach().reshape(-1)
         for part in torch.split(flat, PIECE_BYTES // flat.element_size()):
             buffer = next(self._buffers)
             staged = buffer.bytes[: part.nbytes].view(part.dtype)
-            self._down.wait_stream(self._streams.computing())
+            if computed is None:
+                self._down.wait_stream(self._streams.computing())
+            else:
+                self._down.wait_event(computed)
             with self._streams.using(self._down):
                 staged.copy_(part, non_blocking=True)
                 buffer.copied.record()
