@@ -77,7 +77,7 @@ class ThrottledStreams:
         # Of numpy's memory: what counts tensors counts those of the device.
         return torch.from_numpy(np.empty(nbytes, dtype=np.uint8))
 
-    def beside(self, work: Callable[[], T]) -> Future[T]:
+    def in_background(self, work: Callable[[], T]) -> Future[T]:
         done: Future[T] = Future()
         done.set_result(work())
         return done

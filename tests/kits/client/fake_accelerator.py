@@ -164,8 +164,8 @@ class FakeEvent:
         self._streams.order.host.learn(self.moment)
 
 
-class LateWork(Future[T]):
-    """The host's work beside its other work, done at the last moment: when it is awaited."""
+class DeferredWork(Future[T]):
+    """Background work that is done as late as possible: when its result is awaited."""
 
     def __init__(self, work: Callable[[], T]) -> None:
         super().__init__()
@@ -211,8 +211,8 @@ class FakeStreams:
         _notes(pinned).fake_pinned = True
         return pinned
 
-    def beside(self, work: Callable[[], T]) -> Future[T]:
-        return LateWork(work)
+    def in_background(self, work: Callable[[], T]) -> Future[T]:
+        return DeferredWork(work)
 
 
 class FakeAccelerator(Accelerator):

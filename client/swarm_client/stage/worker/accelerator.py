@@ -100,8 +100,8 @@ class Streams(Protocol):
     def pinned(self, nbytes: int) -> Tensor:
         """Return bytes of host memory that the device reads and writes by itself."""
 
-    def beside(self, work: Callable[[], T]) -> Future[T]:
-        """Have the host work beside what it does next, one such work after another."""
+    def in_background(self, work: Callable[[], T]) -> Future[T]:
+        """Start host work in a thread for which this device is selected; one work at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,9 +228,9 @@ class _DeviceStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # A thread has a device of its own.
-        self._beside = ThreadPoolExecutor(
-            1, "beside", initializer=torch.accelerator.set_device_index, initargs=(device,)
+        # The selected device is a property of the thread.
+        self._background = ThreadPoolExecutor(
+            1, "background", initializer=torch.accelerator.set_device_index, initargs=(device,)
         )
 
     def stream(self) -> torch.Stream:
@@ -251,8 +251,8 @@ class _DeviceStreams:
     def pinned(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
-    def beside(self, work: Callable[[], T]) -> Future[T]:
-        return self._beside.submit(work)
+    def in_background(self, work: Callable[[], T]) -> Future[T]:
+        return self._background.submit(work)
 
 
 _KINDS: dict[str, type[Accelerator]] = {

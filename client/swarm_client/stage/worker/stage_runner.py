@@ -346,20 +346,20 @@ class StageRunner:
             known = accumulator.transcripts.get(digests.microbatch)
             return CountedWeights(added=False, transcribe=lambda: known)
         gradients = self._computed(owed.gradients)
-        if accumulator.hashes_beside(gradients):
-            return self._count_beside(computation, owed, gradients)
+        if accumulator.can_hash_in_background(gradients):
+            return self._count_in_background(computation, owed, gradients)
         digests.gradient = accumulator.add(digests.microbatch, gradients, owed.kept)
         transcript = self._record(digests)
         return CountedWeights(added=True, transcribe=lambda: transcript)
 
-    def _count_beside(
+    def _count_in_background(
         self, computation: int, owed: OwedWeights, gradients: list[Tensor]
     ) -> CountedWeights:
         # The gradients become counts: they cannot be added again after a lack of memory.
         del self._owed[computation]
         digests = owed.digests
         accumulator = self.parameter_sets.of(digests.step).accumulator
-        hashing = accumulator.add_and_hash_beside(digests.microbatch, gradients, owed.kept)
+        hashing = accumulator.add_hashed_in_background(digests.microbatch, gradients, owed.kept)
 
         def transcribe() -> Transcript:
             digests.gradient = hashing.result()

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from swarm_client.stage.worker.accumulation.digests import DigestBeside, GradientDigest
+from swarm_client.stage.worker.accumulation.digests import BackgroundDigest, GradientDigest
 from swarm_client.stage.worker.accumulation.gradient_sums import GradientSums, gradient_sums
 from swarm_client.stage.worker.transfer.pieces_to_host import PiecesToHost
 from swarm_shared.base.transcript import Transcript
@@ -78,9 +78,9 @@ class Accumulator:
                 self._sums.add(gradients, digest.update)
         return digest.hex()
 
-    def hashes_beside(self, gradients: Sequence[Tensor]) -> bool:
-        """Whether these can be hashed beside the computations that follow: all are on a device with
-        streams, and no two in the same memory."""
+    def can_hash_in_background(self, gradients: Sequence[Tensor]) -> bool:
+        """Whether these can be hashed while the device computes: all are on a device with streams,
+        and no two share memory."""
         storages = {gradient.untyped_storage().data_ptr() for gradient in gradients}
         return (
             self._pieces is not None
@@ -88,15 +88,15 @@ class Accumulator:
             and not any(gradient.is_cpu for gradient in gradients)
         )
 
-    def add_and_hash_beside(
+    def add_hashed_in_background(
         self, microbatch: MicrobatchIndex, gradients: Sequence[Tensor], kept: KeptMicrobatch
     ) -> Future[str]:
-        """Add gradients for which `hashes_beside`, whose memory is taken; return what will have the
-        digest."""
+        """Add gradients that allow it (`can_hash_in_background`); return the future digest. Their
+        memory is overwritten with counts, and is in use until the digest is known."""
         if self._pieces is None:
             raise RuntimeError("this device has no streams")
         self.contents.add(microbatch, kept)
-        digest = DigestBeside(self._pieces)
+        digest = BackgroundDigest(self._pieces)
         with self._whole_or_empty():
             self._sums.add(gradients, digest.update, in_place=True)
         return digest.begin()

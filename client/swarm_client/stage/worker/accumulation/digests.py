@@ -59,7 +59,7 @@ class GradientDigest:
         return self._hashed.hexdigest(length=DIGEST_BYTES)
 
 
-class DigestBeside:
+class BackgroundDigest:
     """The same, of a gradient on a device, made while the next microbatch is computed.
 
     The host hashes a gradient in about the time in which a fast device computes one. The pieces are
@@ -75,9 +75,9 @@ class DigestBeside:
         self._kept.append(piece.detach())
 
     def begin(self) -> Future[str]:
-        """Begin to hash all pieces; return what will have the digest."""
+        """Start to hash all pieces; return the future digest."""
         computed, threads = self._pieces.now(), torch.get_num_threads()
-        return self._pieces.beside(lambda: self._digest(computed, threads))
+        return self._pieces.in_background(lambda: self._digest(computed, threads))
 
     def _digest(self, computed: Event, threads: int) -> str:
         digest = GradientDigest(self._pieces, threads)

@@ -52,9 +52,9 @@ class PiecesToHost:
         moment.record()
         return moment
 
-    def beside(self, work: Callable[[], T]) -> Future[T]:
-        """Have the host work beside what it does next. Reading is up to that work until it ends."""
-        return self._streams.beside(work)
+    def in_background(self, work: Callable[[], T]) -> Future[T]:
+        """Start host work in a thread. Only that work may read until it ends."""
+        return self._streams.in_background(work)
 
     def begin(self) -> None:
         """Forget what was not read to its end, because an error came between."""

@@ -19,12 +19,12 @@ from client.stage.worker.test_accelerator import MANIFEST
 from client.stage.worker.test_compute_loop import Rig
 from client.stage.worker.test_owed_weights import activation, counted, memory_ends_after
 from client.stage.worker.test_stage_runner import CPU, PLENTY, STEP, wire
-from kits.client.fake_accelerator import FakeAccelerator, FakeStream, LateWork
+from kits.client.fake_accelerator import FakeAccelerator, FakeStream, DeferredWork
 from swarm_client.stage.protocol import messages
 from swarm_client.stage.protocol.errors import RequestFailed
 from swarm_client.stage.worker.accelerator import Accelerator, processor
 from swarm_client.stage.worker.accumulation.accumulator import Accumulator
-from swarm_client.stage.worker.accumulation.digests import DigestBeside, GradientDigest
+from swarm_client.stage.worker.accumulation.digests import BackgroundDigest, GradientDigest
 from swarm_client.stage.worker.stage_runner import ForwardResult, StageRunner
 from swarm_client.stage.worker.transfer.pieces_to_host import PiecesToHost, pieces_to_host
 from swarm_shared.base.types import MicrobatchIndex, StageIndex
@@ -75,11 +75,11 @@ def test_the_digest_is_the_one_that_is_made_at_once(sizes: list[int]) -> None:
     fake = FakeAccelerator("cuda")
     with fake.at_work():
         pieces = [torch.arange(n, dtype=torch.float32, device=fake.device) for n in sizes]
-        at_once, beside = GradientDigest(reader_of(fake)), DigestBeside(reader_of(fake))
+        at_once, later = GradientDigest(reader_of(fake)), BackgroundDigest(reader_of(fake))
         for piece in pieces:
             at_once.update(piece)
-            beside.update(piece)
-        hashing = beside.begin()
+            later.update(piece)
+        hashing = later.begin()
         assert not hashing.done()
         assert hashing.result() == at_once.hex()
 
@@ -101,9 +101,9 @@ def test_counts_made_in_place_are_the_same(values: list[float], size: float) -> 
 def test_a_copy_that_does_not_wait_for_the_counts_is_found(
     fake: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    beside = DigestBeside(reader_of(fake))
-    beside.update(torch.ones(2, device=fake.device))
-    hashing = beside.begin()
+    later = BackgroundDigest(reader_of(fake))
+    later.update(torch.ones(2, device=fake.device))
+    hashing = later.begin()
     monkeypatch.setattr(FakeStream, "wait_event", lambda *_: None)
     with pytest.raises(RuntimeError, match="reads what is being written"):
         hashing.result()
@@ -116,12 +116,12 @@ def test_gradients_that_share_memory_or_lie_on_the_host_are_hashed_at_once(
     accumulator = runner.accumulator
     there = torch.ones(4, device=fake.device)
     other = torch.ones(4, device=fake.device)
-    assert accumulator.hashes_beside([there, other])
-    assert not accumulator.hashes_beside([there, there.view(2, 2)])
-    assert not accumulator.hashes_beside([there, torch.ones(4)])
-    assert not accumulator.hashes_beside([])
+    assert accumulator.can_hash_in_background([there, other])
+    assert not accumulator.can_hash_in_background([there, there.view(2, 2)])
+    assert not accumulator.can_hash_in_background([there, torch.ones(4)])
+    assert not accumulator.can_hash_in_background([])
     on_host = Accumulator(runner.layout, CPU.device, 0, quantum_of(runner.manifest))
-    assert not on_host.hashes_beside([torch.ones(4)])
+    assert not on_host.can_hash_in_background([torch.ones(4)])
 
 
 # ---------------------------------------------------------------- a stage
@@ -214,7 +214,7 @@ class GatedStreams:
         self.begun, self.gate = threading.Event(), threading.Event()
         self._threads = ThreadPoolExecutor(1)
 
-    def beside(self, work: Callable[[], T]) -> Future[T]:
+    def in_background(self, work: Callable[[], T]) -> Future[T]:
         def wait_and_work() -> T:
             self.begun.set()
             assert self.gate.wait(30)
@@ -251,7 +251,7 @@ class GatedRig(Rig):
         self.streams = GatedStreams()
         accelerator = processor()
         accelerator.streams = self.streams
-        monkeypatch.setattr(Accumulator, "hashes_beside", lambda *_: True)
+        monkeypatch.setattr(Accumulator, "can_hash_in_background", lambda *_: True)
         super().__init__(accelerator=accelerator)
         for number in (1, 2):
             self.ask(self.forward(number, slot=0))
@@ -325,9 +325,9 @@ def test_the_daemon_may_end_while_a_gradient_is_hashed(gated: GatedRig) -> None:
     assert gated.streams.begun.wait(30)
 
 
-def test_a_late_work_is_done_when_it_is_awaited() -> None:
+def test_the_fakes_background_work_is_done_when_it_is_awaited() -> None:
     calls: list[int] = []
-    late = LateWork(lambda: calls.append(1))
+    late = DeferredWork(lambda: calls.append(1))
     assert not late.done()
     late.result()
     late.result()
