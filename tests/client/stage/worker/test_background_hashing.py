@@ -19,7 +19,7 @@ from client.stage.worker.test_accelerator import MANIFEST
 from client.stage.worker.test_compute_loop import Rig
 from client.stage.worker.test_owed_weights import activation, counted, memory_ends_after
 from client.stage.worker.test_stage_runner import CPU, PLENTY, STEP, wire
-from kits.client.fake_accelerator import FakeAccelerator, FakeStream, DeferredWork
+from kits.client.fake_accelerator import DeferredWork, FakeAccelerator, FakeStream
 from swarm_client.stage.protocol import messages
 from swarm_client.stage.protocol.errors import RequestFailed
 from swarm_client.stage.worker.accelerator import Accelerator, processor
