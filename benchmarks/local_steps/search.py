@@ -127,7 +127,12 @@ step."""
 
 LARGER_MODEL_METHODS = (
     (SYNCHRONOUS, LARGER_BATCH, cohorts(10, NESTEROV, "reset"), cohorts(30, NESTEROV, "reset")),
-    (cohorts(10, moments="reset"),),
+    (
+        cohorts(10, moments="reset"),
+        cohorts(5, NESTEROV, "reset"),
+        cohorts(10, NESTEROV, "reset", count=2),
+        Method(batch=10),
+    ),
 )
 
 

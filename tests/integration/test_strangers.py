@@ -22,6 +22,7 @@ from kits.attack.strangers import (
 from kits.runs.fault_run import TINY
 from kits.runs.real_run import Run
 from swarm_coordinator.core.rules.snapshots import SNAPSHOT_HOLDERS
+from swarm_coordinator.demo.subprocesses import Subprocess
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
@@ -60,11 +61,18 @@ def a_run_with(
             swarm.start_volunteer(invite, stage=stage)
     swarm.watch(lambda *_: None)
     for child in swarm.volunteers:
-        if child.name in liars and child.exit_code() is None:
+        if child.exit_code() is None and (child.name in liars or _was_refused(child)):
+            swarm.expect_exit(child)
             child.kill()
     assert swarm.wait_for_exit() == []
     assert all(lied(run, cheat).exists() for cheat in cheats.values()), "a liar has not lied"
     return run, liars
+
+
+def _was_refused(child: Subprocess) -> bool:
+    """Whether the run has refused a volunteer for a minute, after which it waits for a coordinator
+    that has ended. Honest ones are refused, too: a dispute is charged to both sides."""
+    return any("the run refuses this volunteer" in line for line in child.last_lines())
 
 
 def test_a_liar_in_each_stage_is_found_and_changes_no_bit(make_run) -> None:

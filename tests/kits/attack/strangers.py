@@ -148,15 +148,16 @@ def check(run: Run, liars: Mapping[str, str]) -> None:
 
 
 def check_names(run: Run, liars: Mapping[str, str], lied: Iterable[str]) -> None:
-    """All that lost are liars, those that `lied` in a way that loses have lost, and all honest
-    volunteers have passed audits and lost none."""
+    """All that lost are liars, those that `lied` in a way that loses have lost, and honest
+    volunteers have passed audits and lost none. One that a dispute has sent away may have no
+    standing yet."""
     named, stand = names(run), standings(run)
     lost = {named[verdict.peer] for verdict in verdicts(run)}
     assert lost <= set(liars), f"honest volunteers have lost: {lost - set(liars)}"
     assert {name for name in lied if CHEATS[liars[name]] == LOSES} <= lost
     honest = [child.name for child in run.swarm.volunteers if child.name not in liars]
-    assert all(name in stand and stand[name].lost == 0 for name in honest)
-    assert sum(stand[name].passed for name in honest) > 0
+    assert all(stand[name].lost == 0 for name in honest if name in stand)
+    assert sum(stand[name].passed for name in honest if name in stand) > 0
     for verdict in verdicts(run):
         if verdict.evidence is None:
             opened = [_opened_by_any(s, named) for s in verdict.statements]
