@@ -116,7 +116,8 @@ def _fault_rows(faults: Document) -> list[tuple[str, str, str, str]]:
 
 def _span(values: Iterable[float], digits: int = 2) -> str:
     known = list(values)
-    return f"{min(known):.{digits}f} to {max(known):.{digits}f}"
+    least, largest = f"{min(known):.{digits}f}", f"{max(known):.{digits}f}"
+    return least if least == largest else f"{least} to {largest}"
 
 
 def _percent(values: Iterable[float]) -> str:
