@@ -127,5 +127,5 @@ class StageAtWork:
 
     def _wait(self) -> None:
         if self._counted is not None:
-            _ = self._counted.transcript
+            self._counted.transcript()
         self._accelerator.synchronise()

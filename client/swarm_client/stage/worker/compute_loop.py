@@ -151,7 +151,7 @@ class ComputeLoop:
         counted, self._hashing = self._hashing, None
         answer, self._unsent = self._unsent, None
         if counted is not None and answer is not None:
-            self._link.send(answer.model_copy(update={"transcript": counted.transcript}))
+            self._link.send(answer.model_copy(update={"transcript": counted.transcript()}))
 
     def _await_hash(self) -> None:
         """With nothing else to do, answer for the gradient that is being hashed, unless a message
@@ -220,7 +220,7 @@ class ComputeLoop:
         counted = self._runner.weights(request.computation)
         transcript = None
         if counted.is_hashed():
-            transcript = counted.transcript
+            transcript = counted.transcript()
         else:
             self._hashing = counted
         return messages.WeightsDone(

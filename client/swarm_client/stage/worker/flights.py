@@ -3,6 +3,7 @@ weights."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -70,18 +71,14 @@ class CountedWeights:
     ) -> None:  # fmt: skip
         self.added = added
         """Whether it was this that added them to the sums."""
-        self._transcribe = transcribe
+        self._transcribe = functools.cache(transcribe)
         self._hashing = hashing
-        self._transcript: Transcript | None = None
-        self._is_transcribed = False
 
     def is_hashed(self, wait_seconds: float = 0.0) -> bool:
-        """Whether the transcript is there without waiting, or within this time."""
+        """Whether `transcript` returns at once, now or within this time."""
         return self._hashing is None or bool(wait((self._hashing,), wait_seconds).done)
 
-    @property
     def transcript(self) -> Transcript | None:
-        """Of what is in the accumulator, once it is hashed."""
-        if not self._is_transcribed:
-            self._transcript, self._is_transcribed = self._transcribe(), True
-        return self._transcript
+        """Wait until the gradient is hashed; return the transcript of what is in the
+        accumulator."""
+        return self._transcribe()

@@ -373,7 +373,7 @@ class StageRunner:
         another one, and before transcripts are read or forgotten."""
         counted, self._counted = self._counted, None
         if counted is not None:
-            _ = counted.transcript
+            counted.transcript()
 
     def _digests(self, step: Step, microbatch: MicrobatchIndex, wire: bytearray) -> Digests:
         """The digests of a stage's inputs; the last stage's output are the targets."""

@@ -144,7 +144,7 @@ def test_a_microbatch_is_computed_before_the_last_ones_gradient_is_hashed(
         owing(expected, number, number - 1)
         at_once = expected.weights(number)
         assert at_once.is_hashed()
-        assert at_once.transcript == (first, second)[number - 1].transcript
+        assert at_once.transcript() == (first, second)[number - 1].transcript()
     assert torch.equal(runner.accumulator.totals(), expected.accumulator.totals())
 
 
@@ -168,7 +168,7 @@ def test_a_repeated_microbatch_gets_the_transcript_of_the_counted_one(
         owing(runner, number, 0)
     found, again = runner.weights(1), runner.weights(2)
     assert not again.added
-    assert again.transcript == found.transcript is not None
+    assert again.transcript() == found.transcript() is not None
 
 
 @pytest.mark.parametrize("end", ["its step", "all", "uncommit"])
@@ -184,7 +184,7 @@ def test_what_ends_with_a_step_leaves_no_transcript(fake: FakeAccelerator, end: 
         case _:
             assert runner.uncommit(STEP, (MicrobatchIndex(0),))
     assert hashed.is_hashed()
-    assert hashed.transcript is not None
+    assert hashed.transcript() is not None
     assert runner.accumulator.transcripts == {}
     assert not torch.any(runner.accumulator.totals())
 
@@ -323,6 +323,8 @@ def test_what_needs_the_sums_or_their_memory_waits_for_the_hash(
 def test_the_daemon_may_end_while_a_gradient_is_hashed(gated: GatedRig) -> None:
     gated.ask(gated.weights(1))
     assert gated.streams.begun.wait(30)
+    gated.link.close()
+    assert gated.has_ended(), "the loop has not waited for the hash, which is held up"
 
 
 def test_the_fakes_background_work_is_done_when_it_is_awaited() -> None:

@@ -93,10 +93,15 @@ class Rig:
 
     def close(self) -> None:
         self.link.close()
-        self._thread.join(30)
+        has_ended = self.has_ended()
         self._child_link.close()
         self.memory.unlink()
-        assert not self._thread.is_alive()
+        assert has_ended
+
+    def has_ended(self) -> bool:
+        """Whether the loop ends by itself."""
+        self._thread.join(30)
+        return not self._thread.is_alive()
 
 
 @pytest.fixture

@@ -98,7 +98,7 @@ def test_the_answer_is_the_same_and_nothing_is_counted_before_the_weights() -> N
     assert not torch.any(split.accumulator.totals())
     found = split.weights(1)
     assert found.added
-    assert found.transcript == whole.accumulator.transcripts[MicrobatchIndex(0)]
+    assert found.transcript() == whole.accumulator.transcripts[MicrobatchIndex(0)]
     assert torch.equal(split.accumulator.totals(), whole.accumulator.totals())
 
 
@@ -150,7 +150,7 @@ def test_a_microbatch_that_is_owed_twice_is_counted_once() -> None:
     owing(runner, 2, 0)
     found, again = runner.weights(2), runner.weights(1)
     assert (found.added, again.added) == (True, False)
-    assert again.transcript == found.transcript
+    assert again.transcript() == found.transcript()
     assert counted(runner) == (0,)
 
 

@@ -81,12 +81,9 @@ class Accumulator:
     def can_hash_in_background(self, gradients: Sequence[Tensor]) -> bool:
         """Whether these can be hashed while the device computes: all are on a device with streams,
         and no two share memory."""
-        storages = {gradient.untyped_storage().data_ptr() for gradient in gradients}
-        return (
-            self._pieces is not None
-            and 0 < len(gradients) == len(storages)
-            and not any(gradient.is_cpu for gradient in gradients)
-        )
+        if self._pieces is None or not gradients or any(one.is_cpu for one in gradients):
+            return False
+        return len({one.untyped_storage().data_ptr() for one in gradients}) == len(gradients)
 
     def add_hashed_in_background(
         self, microbatch: MicrobatchIndex, gradients: Sequence[Tensor], kept: KeptMicrobatch
