@@ -47,8 +47,7 @@ FLOOD_SECONDS = 3.0
 PATIENCE_SECONDS = 120.0
 MEGABYTE = 2**20
 FLOOD_CONNECTIONS, FLOOD_HANDSHAKES, FLOOD_BYTES = 200, 1, MEGABYTE
-"""Least of a flood that has to reach its victim. Bytes count after a handshake only, and silent
-connections leave few places for handshakes."""
+"""Least of a flood that has to reach its victim. Bytes count after a handshake only."""
 COORDINATORS_MEGABYTES, VOLUNTEERS_MEGABYTES = 250.0, 250.0
 """Megabytes by which a process may grow during the attacks."""
 
@@ -96,7 +95,7 @@ def watched(children: list[Subprocess]) -> Iterator[Memory]:
 
 
 async def flood(target: Target) -> None:
-    """Open many connections; some of them shake hands and send half a hello, repeatedly."""
+    """Open many connections; the first ones shake hands and send half a hello, repeatedly."""
     half = struct.pack(">IQ", 200_000, 0) + bytes(190_000)
 
     async def silent() -> None:
@@ -106,20 +105,25 @@ async def flood(target: Target) -> None:
                 while await socket.receive_some():
                     pass
 
-    async def half_hellos() -> None:
+    async def half_hellos(tried: trio.Event) -> None:
         with suppress(Exception):
             async with muxed(target) as connection, trio.open_nursery() as nursery:
+                tried.set()
                 nursery.start_soon(connection.drain)
                 while not connection.closed.is_set():
                     await connection.open(CONTROL_PROTOCOL, more=half)
+        tried.set()
 
     while True:
         with trio.move_on_after(FLOOD_SECONDS):
             async with trio.open_nursery() as nursery:
+                tried = trio.Event()
+                for _ in range(20):
+                    nursery.start_soon(half_hellos, tried)
+                # Otherwise silent connections may take every place for a handshake.
+                await tried.wait()
                 for _ in range(200):
                     nursery.start_soon(silent)
-                for _ in range(20):
-                    nursery.start_soon(half_hellos)
 
 
 async def speak_plaintext(target: Target) -> bytes:
