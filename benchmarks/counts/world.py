@@ -162,18 +162,23 @@ class MidStep:
     def session(self, number: int) -> SessionNumber:
         return SessionNumber(number + 1)
 
-    def _join(self, number: int) -> None:
-        peer, stage = identity(number).peer_id, StageIndex(number % STAGES)
+    def attach(self, number: int, wanted_stage: StageIndex | None = None) -> None:
+        """Attach a newcomer, which asks for a stage."""
+        peer, session = identity(number).peer_id, self.session(number)
         carrier = CarrierAddress(peer=f"p2pd-{number}", addresses=("a",), binding="b")
         hello = Hello(
             run=RUN, software=SOFTWARE_VERSION, name=f"volunteer-{number}",
             addresses=(address(number),), carrier=carrier, device="a device",
-            memory=MemoryOffer(device_bytes=2**33, host_bytes=2**34), wanted_stage=stage,
+            memory=MemoryOffer(device_bytes=2**33, host_bytes=2**34), wanted_stage=wanted_stage,
             reachability=Reachability.PUBLIC,
         )  # fmt: skip
-        session = self.session(number)
         self.event(PeerAttached(session, peer, hello, certificate(number), (), None))
-        self.event(MessageReceived(session, peer, StageRequest(stage=stage)))
+        request = StageRequest(stage=StageIndex(number % STAGES))
+        self.event(MessageReceived(session, peer, request))
+
+    def _join(self, number: int) -> None:
+        peer = identity(number).peer_id
+        self.attach(number, StageIndex(number % STAGES))
         taken = self.run.peers.syncing[peer]
         ready = Ready(stage=taken.stage, version=taken.version, digest="d" * 32)
-        self.event(MessageReceived(session, peer, ready))
+        self.event(MessageReceived(self.session(number), peer, ready))

@@ -176,7 +176,9 @@ def kept_apart(run: RunState, peer: PeerState, stage: StageIndex, now: float) ->
 
 def is_at_odds_in(run: RunState, peer: PeerState, stage: StageIndex, now: float) -> bool:
     """Whether averages have failed between a peer and a holder of a stage, within an hour."""
-    return any(at_odds_since(run, peer, holder, now) is not None for holder in run.peers.at(stage))
+    parties = run.held_time.of(_keys(peer)[-1]).parties(now)
+    # Almost always none: a join must not cost time for each peer of the run.
+    return bool(parties) and any(_keys(holder)[-1] in parties for holder in run.peers.at(stage))
 
 
 def store_changed(run: RunState, now: float) -> None:
