@@ -14,6 +14,7 @@ from typing import Literal
 
 from swarm_coordinator.core.rules import held_up, snapshots
 from swarm_coordinator.core.rules.verdicts import owner_of
+from swarm_coordinator.core.state.checkpoints import StageSnapshots
 from swarm_coordinator.core.state.peers import PeerState, StageTransfer, display
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.state.run import RunState
@@ -245,31 +246,42 @@ def _from_replicas(
     stage = transfer.stage
     if queue.is_full(stage):
         return
-    holders = snapshots.voters_first(run, [p for p in run.peers.ready(stage) if p is not peer])
-    if not holders:
-        return
     asked = run.checkpoints.snapshots.get(stage)
     if (
         asked is None
         or asked.version != run.history.version
-        or not (asked.asked.keys() & {p.peer for p in holders})
+        or not (asked_holders := _asked_holders(run, asked, peer))
         or (not asked.ready and now - asked.asked_at > SNAPSHOT_RETRY_SECONDS)
     ):
-        waiting = sum(p.transfer is not None for p in run.peers.bound_for(stage))
-        most = min(MAX_SNAPSHOT_HOLDERS, max(snapshots.SNAPSHOT_HOLDERS, waiting))
-        run.checkpoints.snapshots[stage] = snapshots.request(
-            run, stage, run.history.version, holders[:most], now
-        )
+        others = [holder for holder in run.peers.ready(stage) if holder is not peer]
+        if holders := snapshots.voters_first(run, others):
+            waiting = sum(p.transfer is not None for p in run.peers.bound_for(stage))
+            most = min(MAX_SNAPSHOT_HOLDERS, max(snapshots.SNAPSHOT_HOLDERS, waiting))
+            run.checkpoints.snapshots[stage] = snapshots.request(
+                run, stage, run.history.version, holders[:most], now
+            )
         return
     gathering = now < asked.first_at + SNAPSHOT_GATHER_SECONDS
     found = snapshots.chosen(run, asked, now, SNAPSHOT_GATHER_SECONDS)
     if found is None or (gathering and snapshots.outstanding(run, asked)):
         return
     file, announcers = found
-    records = tuple(run.peers.record_of(h) for h in holders if h.peer in announcers)
+    records = tuple(run.peers.record_of(h) for h in asked_holders if h.peer in announcers)
     if records and queue.try_start(stage, len(records)):
         transfer.sources = announcers
         _assign_from(run, peer, transfer, "snapshot", records, file, now)
+
+
+def _asked_holders(run: RunState, asked: StageSnapshots, peer: PeerState) -> list[PeerState]:
+    """The peers asked for a snapshot that hold the stage and take part in this step."""
+    return [
+        holder
+        for one in asked.asked
+        if (holder := run.peers.get(one)) is not None
+        and holder is not peer
+        and holder.stage == asked.stage
+        and run.peers.holds_current(holder)
+    ]
 
 
 def snapshot_ready(run: RunState, peer: PeerState, message: SnapshotReady, now: float) -> None:
