@@ -118,8 +118,8 @@ def _last_receipt() -> Callable[[], object]:
     return lambda: world.event(last)
 
 
-def _newcomer() -> Callable[[], object]:
-    """Admit a volunteer that leaves the choice of its stage to the run."""
+def _stage_requested() -> Callable[[], object]:
+    """Attach a peer that leaves the choice of its stage to the coordinator."""
     world, number = MidStep(), STAGES * PEERS_PER_STAGE
     certificate(number)  # signed once, and kept
     return lambda: world.attach(number)
@@ -212,7 +212,9 @@ WORKLOADS: Mapping[str, Prepare] = {
     "coordinator: a lease resolved": _lease_resolved,
     f"coordinator: a tick with {STAGES * PEERS_PER_STAGE} members": _tick,
     "coordinator: the last receipt of a step, with the close of its stage": _last_receipt,
-    f"coordinator: a stage for a newcomer to {STAGES * PEERS_PER_STAGE} members": _newcomer,
+    f"coordinator: a stage for a joining peer, with {STAGES * PEERS_PER_STAGE} members": (
+        _stage_requested
+    ),
     f"coordinator: a placement decision over {MACHINES} machines": _placement,
     f"volunteer: a heartbeat with {NEIGHBOURS} links, encoded": _heartbeat_said,
     "volunteer: a receipt, signed": _receipt_signed,

@@ -163,7 +163,7 @@ class MidStep:
         return SessionNumber(number + 1)
 
     def attach(self, number: int, wanted_stage: StageIndex | None = None) -> None:
-        """Attach a newcomer, which asks for a stage."""
+        """Attach a peer and request a stage for it."""
         peer, session = identity(number).peer_id, self.session(number)
         carrier = CarrierAddress(peer=f"p2pd-{number}", addresses=("a",), binding="b")
         hello = Hello(
