@@ -199,6 +199,19 @@ def test_a_stage_whose_last_holder_leaves_is_taken_also_by_a_peer_at_odds_with_i
     assert newcomer.stage == 1
 
 
+@pytest.mark.parametrize("are_at_odds", [False, True])
+def test_a_joining_peer_avoids_a_stage_whose_holder_it_has_failed_to_average_with(
+    are_at_odds: bool,
+) -> None:
+    bench = Bench(stages=2)
+    bench.join_all("a0", "a1", "b1")
+    bench.attach("f0")
+    if are_at_odds:
+        held_up.record_at_odds(bench.run, bench.peer("a0"), bench.peer("f0"), bench.now)
+    bench.send("f0", StageRequest(stage=StageIndex(0)))
+    assert bench.peer("f0").stage == (1 if are_at_odds else 0), "stage 0 has fewer peers"
+
+
 @pytest.mark.parametrize("accused", ["b0", "c0"])
 def test_of_two_owners_neither_is_most(accused: str) -> None:
     bench = Bench(stages=1)

@@ -17,6 +17,7 @@ from swarm_coordinator.core.events import (
     SessionNumber,
 )
 from swarm_coordinator.core.rules import membership, roster
+from swarm_coordinator.core.rules.snapshots import SNAPSHOT_HOLDERS
 from swarm_coordinator.core.state.peers import PeerPhase
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.status.builder import peer_row
@@ -169,6 +170,41 @@ def test_a_peer_that_joins_in_mid_run_gets_its_stage_from_the_replicas() -> None
     assert [h.peer for h in assigned.holders] == ["a0", "b0"]
     bench.ready("c0")
     assert PeerId("c0") in [p.peer for p in bench.run.peers.ready(0)]
+
+
+def test_others_are_asked_for_a_snapshot_when_those_that_were_asked_have_left() -> None:
+    holders = ["a0", "b0", "c0", "d0", "e0"]
+    bench = Bench(limits={"join_hold_seconds": 5.0})
+    bench.join_all(*holders, "a1")
+    bench.one_step()
+    bench.request("f0", 0, wanted_stage=0)
+    asked = [peer for peer in holders if bench.sent(peer, SaveSnapshot, bench.log)]
+    assert len(asked) == SNAPSHOT_HOLDERS
+    for peer in asked:
+        bench.lose(peer)
+    bench.tick(0.25)
+    left = [peer for peer in holders if peer not in asked]
+    assert [peer for peer in left if bench.sent(peer, SaveSnapshot, bench.log)] == left
+
+
+@pytest.mark.parametrize("change", ["excluded", "at another stage"])
+def test_a_peer_that_no_longer_holds_the_stage_is_no_source_of_its_snapshot(change: str) -> None:
+    bench = training()
+    bench.request("c0", 0, wanted_stage=0)
+    bench.save("a0")
+    if change == "excluded":
+        bench.run.peers.exclude(bench.peer("a0"))
+    else:
+        bench.lose("a0")
+        bench.request("a0", 1, wanted_stage=1)
+        for holder in ("a1", "b1"):
+            bench.save(holder)
+        bench.ready("a0")
+        assert bench.peer("a0").phase is PeerPhase.READY
+    bench.save("b0")
+    bench.tick(3.0)
+    [assigned] = bench.sent("c0", AssignStage, bench.log)
+    assert [holder.peer for holder in assigned.holders] == ["b0"]
 
 
 def test_a_holder_that_does_not_answer_delays_a_joining_peer_for_two_seconds_only() -> None:
