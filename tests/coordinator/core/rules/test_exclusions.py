@@ -212,6 +212,17 @@ def test_a_joining_peer_avoids_a_stage_whose_holder_it_has_failed_to_average_wit
     assert bench.peer("f0").stage == (1 if are_at_odds else 0), "stage 0 has fewer peers"
 
 
+def test_another_device_of_its_owner_avoids_that_stage_as_well() -> None:
+    bench = Bench(stages=2)
+    bench.join("a0", 0, owner=PeerId("one owner"))
+    bench.join_all("a1", "b1")
+    for device in ("f0", "g0"):
+        bench.attach(device, owner=PeerId("another"))
+    held_up.record_at_odds(bench.run, bench.peer("a0"), bench.peer("f0"), bench.now)
+    bench.send("g0", StageRequest(stage=StageIndex(0)))
+    assert bench.peer("g0").stage == 1
+
+
 @pytest.mark.parametrize("accused", ["b0", "c0"])
 def test_of_two_owners_neither_is_most(accused: str) -> None:
     bench = Bench(stages=1)
