@@ -42,6 +42,11 @@ RATE_SMOOTHING = 0.3
 """Weight of the newest report in a peer's rate: about the last five count, which span a few
 seconds."""
 
+RATE_NOISE = 0.1
+"""Relative distance of a report from this average up to which it is taken for noise. The plan of a
+step (`swarm_shared.scheduling.step_plan`) ends when the peer ends whose rate is the most too high,
+so that noise costs more the more peers there are. A larger change counts at once."""
+
 _STEPPING = frozenset({RunPhase.COLLECT, RunPhase.CLOSING, RunPhase.APPLYING})
 """Phases in which a stage without work counts as idle."""
 
@@ -78,6 +83,9 @@ def record_heartbeat(run: RunState, peer: PeerState, message: Heartbeat, now: fl
             reported = computed * stage.work_flops
             known = flops_per_second or reported
             flops_per_second = known + RATE_SMOOTHING * (reported - known)
+            average = flops_per_second / stage.work_flops
+            if abs(average - computed) <= RATE_NOISE * computed:
+                computed = average
     run.peers.record_rates(
         peer, now, message.queued, min(computed, sent), flops_per_second, up_bytes_per_second,
         uplink_flops_per_second,

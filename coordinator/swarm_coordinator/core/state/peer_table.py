@@ -19,7 +19,7 @@ from swarm_coordinator.core.state.peers import (
     PeerPhase,
     PeerState,
     StageTransfer,
-    rates_alike,
+    rate_tolerance,
 )
 from swarm_shared.base.types import PeerId, StageIndex, Version
 from swarm_shared.protocol import AddressUpdate, PeerRecord, StageRow
@@ -245,7 +245,7 @@ class PeerTable(dict[PeerId, PeerState]):
                 for peer in view.ready
             ]
             known = self._records[stage] = tuple(
-                _record(peer, not peer.paused and (alone or not peer.leaving), rate)
+                self._record(peer, not peer.paused and (alone or not peer.leaving), rate)
                 for peer, rate in zip(view.ready, believed_rates(claims), strict=True)
             )
         return known
@@ -253,7 +253,39 @@ class PeerTable(dict[PeerId, PeerState]):
     def record_of(self, peer: PeerState) -> PeerRecord:
         """A peer's roster record."""
         accepts_work = not peer.leaving and not peer.paused
-        return _record(peer, accepts_work, peer.rates.microbatches_per_second)
+        return self._record(peer, accepts_work, peer.rates.microbatches_per_second)
+
+    def _record(self, peer: PeerState, accepts_work: bool, rate: float) -> PeerRecord:
+        """The peer's roster record, which is the same object until it changes. `rate` is what is
+        believed of its claim."""
+        assert peer.stage is not None
+        known = peer.record
+        if (
+            known is not None
+            and known.accepts_work == accepts_work
+            and not self._rate_differs(known, rate)
+        ):
+            return known
+        contact = peer.contact
+        peer.record = PeerRecord(
+            peer=peer.peer,
+            stage=peer.stage,
+            addresses=contact.addresses,
+            certificate=peer.certificate,
+            microbatches_per_second=rate,
+            carrier=contact.carrier,
+            accepts_work=accepts_work,
+            reachability=contact.reachability,
+            offers_relay=contact.offers_relay,
+            local=contact.local,
+            site=contact.site,
+        )
+        return peer.record
+
+    def _rate_differs(self, published: PeerRecord, rate: float) -> bool:
+        """Whether the rate has changed enough for another record."""
+        change = abs(published.microbatches_per_second - rate)
+        return change > rate_tolerance(len(self)) * rate
 
     # ---- changes of a peer
 
@@ -350,9 +382,7 @@ class PeerTable(dict[PeerId, PeerState]):
         if measured and peer.goes_to is not None:
             self._capacities.pop(peer.goes_to, None)
         record = peer.record
-        if record is not None and not rates_alike(
-            record.microbatches_per_second, microbatches_per_second
-        ):
+        if record is not None and self._rate_differs(record, microbatches_per_second):
             self._invalidate_records(peer)
 
     def record_counted(self, shares: Iterable[StageShare]) -> None:
@@ -462,31 +492,3 @@ def _put(those: dict[PeerId, ValueT], key: PeerId, value: ValueT | None) -> None
         those[key] = value
     else:
         those.pop(key, None)
-
-
-def _record(peer: PeerState, accepts_work: bool, rate: float) -> PeerRecord:
-    """The peer's roster record, which is the same object until it changes. `rate` is what is
-    believed of its claim."""
-    assert peer.stage is not None
-    known = peer.record
-    if (
-        known is not None
-        and known.accepts_work == accepts_work
-        and rates_alike(known.microbatches_per_second, rate)
-    ):
-        return known
-    contact = peer.contact
-    peer.record = PeerRecord(
-        peer=peer.peer,
-        stage=peer.stage,
-        addresses=contact.addresses,
-        certificate=peer.certificate,
-        microbatches_per_second=rate,
-        carrier=contact.carrier,
-        accepts_work=accepts_work,
-        reachability=contact.reachability,
-        offers_relay=contact.offers_relay,
-        local=contact.local,
-        site=contact.site,
-    )
-    return peer.record

@@ -20,13 +20,16 @@ from swarm_shared.protocol import AddressUpdate, Hello, PeerRecord
 
 NO_VERSION = Version(0)
 
-RATE_TOLERANCE = 0.1
-"""Relative change of a peer's rate after which its roster record is published again."""
+LEAST_RATE_TOLERANCE, MOST_RATE_TOLERANCE = 0.02, 0.1
+"""Bounds of `rate_tolerance`. A rate that is published 5 % too high ends each step 5 % late."""
+PEERS_OF_LEAST_TOLERANCE = 100
 
 
-def rates_alike(published: float, rate: float) -> bool:
-    """Whether `rate` is within RATE_TOLERANCE of the published one."""
-    return abs(published - rate) <= RATE_TOLERANCE * rate
+def rate_tolerance(peers: int) -> float:
+    """Return the relative change of a peer's rate after which its roster record is published again.
+    It grows with the number of peers, each of which receives every record."""
+    tolerance = LEAST_RATE_TOLERANCE * peers / PEERS_OF_LEAST_TOLERANCE
+    return min(max(tolerance, LEAST_RATE_TOLERANCE), MOST_RATE_TOLERANCE)
 
 
 class PeerPhase(StrEnum):

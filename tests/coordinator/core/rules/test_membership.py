@@ -391,21 +391,6 @@ def test_messages_of_an_older_session_are_ignored() -> None:
     assert bench.peer("b0").last_heard < bench.now
 
 
-def test_a_rate_holds_until_another_one_is_reported_and_not_beyond_its_session() -> None:
-    bench = training()
-    told = bench.peer("b0")
-    bench.send("b0", Heartbeat(microbatches_per_second=3.0))
-    bench.send("b0", Heartbeat(queued=2))
-    assert (told.rates.microbatches_per_second, told.rates.queued) == (3.0, 2)
-    for _ in range(40):
-        bench.send("b0", Heartbeat())
-    work = bench.run.rebalancing.stages[0].work_flops
-    assert told.rates.flops_per_second == pytest.approx(3.0 * work), "every word of it counts"
-    bench.attach("b0", stage=0, version=1)
-    bench.send("b0", Heartbeat())
-    assert bench.peer("b0").rates.microbatches_per_second == 0.0
-
-
 def test_a_class_of_arithmetic_is_kept_as_long_as_its_session_and_changes_nothing_else() -> None:
     bench = training()
     told = bench.run.peers[PeerId("b0")]
@@ -419,17 +404,6 @@ def test_a_class_of_arithmetic_is_kept_as_long_as_its_session_and_changes_nothin
     assert bench.run.peers.roster()[0] == before
     bench.attach("b0", stage=0, version=1)
     assert bench.run.peers[PeerId("b0")].arithmetic == ""
-
-
-def test_a_rate_that_has_changed_is_in_the_next_roster_and_in_the_stages_rates() -> None:
-    bench = training()
-    bench.send("b0", Heartbeat(microbatches_per_second=3.0))
-    before, row = bench.run.peers.roster()[0], bench.run.peers.stage_rows()[0]
-    bench.send("b0", Heartbeat(microbatches_per_second=9.0))
-    after = {record.peer: record.microbatches_per_second for record in bench.run.peers.roster()[0]}
-    assert after["b0"] == 9.0
-    assert bench.run.peers.roster()[0] != before
-    assert bench.run.peers.stage_rows()[0].microbatches_per_second > row.microbatches_per_second
 
 
 def test_a_member_is_admitted_by_the_p2pd_id_that_it_reports_while_it_is_attached() -> None:
