@@ -15,6 +15,7 @@ from typing import TypeVar
 from swarm_coordinator.core.events import StageShare
 from swarm_coordinator.core.state.history import RunHistory
 from swarm_coordinator.core.state.peers import (
+    GREAT_RATE_RATIO,
     NO_VERSION,
     PeerPhase,
     PeerState,
@@ -244,8 +245,9 @@ class PeerTable(dict[PeerId, PeerState]):
                 ClaimedRate(peer.rates.microbatches_per_second, peer.rates.counted)
                 for peer in view.ready
             ]
+            tolerance = rate_tolerance(len(self))
             known = self._records[stage] = tuple(
-                self._record(peer, not peer.paused and (alone or not peer.leaving), rate)
+                _record(peer, not peer.paused and (alone or not peer.leaving), rate, tolerance)
                 for peer, rate in zip(view.ready, believed_rates(claims), strict=True)
             )
         return known
@@ -253,39 +255,8 @@ class PeerTable(dict[PeerId, PeerState]):
     def record_of(self, peer: PeerState) -> PeerRecord:
         """A peer's roster record."""
         accepts_work = not peer.leaving and not peer.paused
-        return self._record(peer, accepts_work, peer.rates.microbatches_per_second)
-
-    def _record(self, peer: PeerState, accepts_work: bool, rate: float) -> PeerRecord:
-        """The peer's roster record, which is the same object until it changes. `rate` is what is
-        believed of its claim."""
-        assert peer.stage is not None
-        known = peer.record
-        if (
-            known is not None
-            and known.accepts_work == accepts_work
-            and not self._rate_differs(known, rate)
-        ):
-            return known
-        contact = peer.contact
-        peer.record = PeerRecord(
-            peer=peer.peer,
-            stage=peer.stage,
-            addresses=contact.addresses,
-            certificate=peer.certificate,
-            microbatches_per_second=rate,
-            carrier=contact.carrier,
-            accepts_work=accepts_work,
-            reachability=contact.reachability,
-            offers_relay=contact.offers_relay,
-            local=contact.local,
-            site=contact.site,
-        )
-        return peer.record
-
-    def _rate_differs(self, published: PeerRecord, rate: float) -> bool:
-        """Whether the rate has changed enough for another record."""
-        change = abs(published.microbatches_per_second - rate)
-        return change > rate_tolerance(len(self)) * rate
+        rate, tolerance = peer.rates.microbatches_per_second, rate_tolerance(len(self))
+        return _record(peer, accepts_work, rate, tolerance)
 
     # ---- changes of a peer
 
@@ -381,9 +352,11 @@ class PeerTable(dict[PeerId, PeerState]):
         rates.uplink_flops_per_second = uplink_flops_per_second
         if measured and peer.goes_to is not None:
             self._capacities.pop(peer.goes_to, None)
-        record = peer.record
-        if record is not None and self._rate_differs(record, microbatches_per_second):
-            self._invalidate_records(peer)
+        if peer.record is not None:
+            published = peer.record.microbatches_per_second
+            least, most = published / GREAT_RATE_RATIO, published * GREAT_RATE_RATIO
+            if not least <= microbatches_per_second <= most:
+                self._invalidate_records(peer)
 
     def record_counted(self, shares: Iterable[StageShare]) -> None:
         """Set what each peer counted for its stage in the step that is applied."""
@@ -492,3 +465,31 @@ def _put(those: dict[PeerId, ValueT], key: PeerId, value: ValueT | None) -> None
         those[key] = value
     else:
         those.pop(key, None)
+
+
+def _record(peer: PeerState, accepts_work: bool, rate: float, tolerance: float) -> PeerRecord:
+    """The peer's roster record, which is the same object until it changes. `rate` is what is
+    believed of its claim; `tolerance` is the relative change that is ignored."""
+    assert peer.stage is not None
+    known = peer.record
+    if (
+        known is not None
+        and known.accepts_work == accepts_work
+        and abs(known.microbatches_per_second - rate) <= tolerance * rate
+    ):
+        return known
+    contact = peer.contact
+    peer.record = PeerRecord(
+        peer=peer.peer,
+        stage=peer.stage,
+        addresses=contact.addresses,
+        certificate=peer.certificate,
+        microbatches_per_second=rate,
+        carrier=contact.carrier,
+        accepts_work=accepts_work,
+        reachability=contact.reachability,
+        offers_relay=contact.offers_relay,
+        local=contact.local,
+        site=contact.site,
+    )
+    return peer.record

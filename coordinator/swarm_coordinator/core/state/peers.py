@@ -24,10 +24,15 @@ LEAST_RATE_TOLERANCE, MOST_RATE_TOLERANCE = 0.02, 0.1
 """Bounds of `rate_tolerance`. A rate that is published 5 % too high ends each step 5 % late."""
 PEERS_OF_LEAST_TOLERANCE = 100
 
+GREAT_RATE_RATIO = 2.0
+"""Ratio of a rate to the published one, or of the published one to the rate, beyond which it is
+published within the step. Others wait for the next step, because each new rate changes the plan by
+which the peers of its stage share the microbatches of the step."""
+
 
 def rate_tolerance(peers: int) -> float:
-    """Return the relative change of a peer's rate after which its roster record is published again.
-    It grows with the number of peers, each of which receives every record."""
+    """Return the relative change of a peer's rate that the next step's roster has. It grows with
+    the number of peers, each of which receives every record."""
     tolerance = LEAST_RATE_TOLERANCE * peers / PEERS_OF_LEAST_TOLERANCE
     return min(max(tolerance, LEAST_RATE_TOLERANCE), MOST_RATE_TOLERANCE)
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kits.swarm_world.event_bench import Bench
 from swarm_coordinator.core.rules.microbatches import RATE_NOISE
 from swarm_coordinator.core.state.peers import (
+    GREAT_RATE_RATIO,
     LEAST_RATE_TOLERANCE,
     MOST_RATE_TOLERANCE,
     rate_tolerance,
@@ -22,7 +23,7 @@ from swarm_shared.protocol import Heartbeat
 
 def training() -> Bench:
     """Two peers a stage, one step done, the second being collected."""
-    bench = Bench()
+    bench = Bench(steps=1_000)
     bench.join_all("a0", "b0", "a1", "b1")
     bench.one_step()
     return bench
@@ -59,25 +60,29 @@ def test_a_rate_that_has_changed_is_in_the_next_roster_and_in_the_stages_rates()
     assert bench.run.peers.stage_rows()[0].microbatches_per_second > row.microbatches_per_second
 
 
-def test_the_roster_has_the_average_of_reports_that_differ_by_noise() -> None:
+def test_the_roster_of_a_step_has_the_average_of_reports_that_differ_by_noise() -> None:
     bench = training()
     draw = random.Random(5)
-    errors = []
-    for _ in range(400):
+    pairs = []
+    for _ in range(200):
         reported = 3.0 * draw.gauss(1.0, 0.03)
         bench.send("b0", Heartbeat(microbatches_per_second=reported))
-        errors.append((reported / 3.0, published_rate(bench, "b0") / 3.0))
-    reports, published = (statistics.pstdev(of) for of in zip(*errors[20:], strict=True))
+        bench.one_step()
+        pairs.append((reported, published_rate(bench, "b0")))
+    reports, published = (statistics.pstdev(of) for of in zip(*pairs[20:], strict=True))
     assert published < 0.6 * reports
 
 
 @given(st.floats(0.1, 10.0), st.floats(0.1, 10.0))
-def test_a_change_beyond_noise_is_in_the_roster_at_once(before: float, after: float) -> None:
+def test_a_change_beyond_noise_is_in_the_roster_of_the_next_step(
+    before: float, after: float
+) -> None:
     assume(abs(after / before - 1) > 0.2)
     bench = training()
     for _ in range(3):
         bench.send("b0", Heartbeat(microbatches_per_second=before))
     bench.send("b0", Heartbeat(microbatches_per_second=after))
+    bench.one_step()
     assert published_rate(bench, "b0") == pytest.approx(after, rel=RATE_NOISE)
 
 
@@ -88,9 +93,24 @@ def test_a_small_change_of_a_rate_is_published_where_few_peers_receive_it(change
     for reported in (3.0, 3.0 * change):
         for _ in range(40):
             bench.send("b0", Heartbeat(microbatches_per_second=reported))
+        bench.one_step()
         rates.append(published_rate(bench, "b0"))
     assert rates[0] == 3.0
     assert rates[1] == pytest.approx(3.0 * change, rel=LEAST_RATE_TOLERANCE)
+
+
+@given(st.floats(0.01, 4.0))
+def test_the_roster_of_a_running_step_changes_with_great_changes_of_a_rate_only(
+    change: float,
+) -> None:
+    bench = training()
+    bench.send("b0", Heartbeat(microbatches_per_second=3.0))
+    bench.one_step()
+    plan = bench.run.peers.roster()
+    bench.send("b0", Heartbeat(microbatches_per_second=3.0 * change))
+    is_great = not 1 / GREAT_RATE_RATIO <= change <= GREAT_RATE_RATIO
+    assert (bench.run.peers.roster() != plan) == is_great
+    assert bench.run.peers.roster()[1] is plan[1]
 
 
 def test_the_tolerance_of_a_rate_grows_with_the_peers_that_receive_it() -> None:

@@ -89,7 +89,8 @@ def change(table: PeerTable, history: RunHistory, kind: str, name: str, stage: S
     elif kind == "address":
         table.set_contact(found, contact((f"address-{stage}",), None))
     elif kind == "rate":
-        table.record_rates(found, 1.0, 0, 1.0 + stage, 2.0 + stage, math.inf, math.inf)
+        # Smaller changes wait for the next step.
+        table.record_rates(found, 1.0, 0, 4.0**stage, 2.0 + stage, math.inf, math.inf)
 
 
 def check(table: PeerTable, history: RunHistory) -> None:
