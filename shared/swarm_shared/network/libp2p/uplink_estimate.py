@@ -4,6 +4,9 @@ The number of bytes sent is no measure of an uplink that could carry more. While
 is: between two moments at which a socket had room again it took exactly what the uplink carried in
 between. Such spans count, unless no writer wanted to send for a good part of them. An uplink that
 never blocks a writer stays unknown, which is harmless: it does not limit this peer.
+
+Writes count whole when they end, whatever part of them was sent before the span or waits in the
+socket after it, so that spans are joined to windows that are long against a write.
 """
 
 from __future__ import annotations
@@ -15,9 +18,11 @@ BLOCKED_WRITE_SECONDS = 0.01
 volunteer's own limit."""
 MAX_IDLE_SHARE = 0.2
 """Share of a span without a writer, beyond which the socket may have run empty."""
-WINDOW_SECONDS = 2.0
-"""Length up to which spans are joined; a single one can consist of a few pieces."""
-RISE_WEIGHT, FALL_WEIGHT = 0.5, 0.1
+WINDOW_SECONDS = 8.0
+"""Length up to which spans are joined."""
+FIRST_WINDOW_SECONDS = 2.0
+"""Length from which the spans of the first window give a provisional estimate."""
+RISE_WEIGHT, FALL_WEIGHT = 0.5, 0.25
 """Weights of a window above the estimate, and of one below it: a remote that reads slowly blocks
 writers as well, so that the higher rates are the uplink's."""
 
@@ -33,6 +38,7 @@ class UplinkEstimate:
     def forget(self) -> None:
         """Discard the estimate: the limit or the uplink has changed."""
         self._known = 0.0
+        self._is_provisional = True
         self._room_at: float | None = None
         self._idle_since = self._clock()
         self._idle_seconds = 0.0
@@ -70,13 +76,16 @@ class UplinkEstimate:
                 self._window_bytes += self._bytes
                 self._window_seconds += elapsed
         self._room_at, self._bytes, self._idle_seconds = now, 0, 0.0
-        if self._window_seconds >= WINDOW_SECONDS:
+        if self._window_seconds >= FIRST_WINDOW_SECONDS:
             self._learn(self._window_bytes / self._window_seconds)
-            self._window_bytes, self._window_seconds = 0, 0.0
 
     def _learn(self, rate: float) -> None:
-        if not self._known:
-            self._known = rate
-        else:
+        """Use the rate of the window so far."""
+        is_whole = self._window_seconds >= WINDOW_SECONDS
+        if self._is_provisional:
+            self._known, self._is_provisional = rate, not is_whole
+        elif is_whole:
             weight = RISE_WEIGHT if rate > self._known else FALL_WEIGHT
             self._known += weight * (rate - self._known)
+        if is_whole:
+            self._window_bytes, self._window_seconds = 0, 0.0
