@@ -57,7 +57,11 @@ class LogLines(Pane):
     def redraw(self, *, faded: bool | None = None) -> None:
         super().redraw(faded=faded)
         if self.follows:
-            self.scroll_end(animate=False)
+            self.call_after_refresh(self._show_newest)
+
+    def _show_newest(self) -> None:
+        if self.follows:  # else it was scrolled meanwhile
+            self.scroll_end(animate=False, immediate=True)
 
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:
         super().watch_scroll_y(old_value, new_value)

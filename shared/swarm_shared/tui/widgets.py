@@ -6,7 +6,7 @@ A pane is redrawn only while it is visible, and only changed lines reach the ter
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from rich.segment import Segment
 from rich.style import Style
@@ -123,6 +123,10 @@ class Pane(ScrollView, can_focus=True):
     @property
     def _width(self) -> int:
         return self.scrollable_content_region.width
+
+    def scroll_to(self, *args: Any, **options: Any) -> None:
+        """Scroll at once: new lines may arrive during an animation, and would end it."""
+        super().scroll_to(*args, **options | {"animate": False})
 
     def on_resize(self) -> None:
         self._lines = []

@@ -30,6 +30,7 @@ from swarm_client.control.status_document import (
 from swarm_client.preferences.control import shown
 from swarm_client.preferences.model import GROUPS
 from swarm_client.tui.app import ClientApp
+from swarm_client.tui.logs import LogLines
 from swarm_shared.base.errors import ConfigurationError, DataError
 from swarm_shared.transfer.download_meter import DownloadProgress
 from swarm_shared.tui.source import LogEntry
@@ -362,6 +363,24 @@ def test_the_log_follows_the_newest_line_until_somebody_scrolls_up() -> None:
         assert "paused (f" in screen(pilot)
         await press(pilot, "f")
         assert log_lines(pilot)[-1].endswith("line 41")
+
+    watch(session, script)
+
+
+@pytest.mark.parametrize("scroll", ["page_up", "scroll_up", "scroll_home"])
+def test_lines_that_arrive_while_the_log_is_scrolled_do_not_take_it_back(scroll: str) -> None:
+    script = running()
+
+    async def session(pilot: Pilot[None]) -> None:
+        await press(pilot, "5")
+        pane = pilot.app.query_one(LogLines)
+        for number in range(40, 43):
+            script.log(LogEntry(time=START, level="event", text="another", number=number))
+            if number == 41:
+                getattr(pane, f"action_{scroll}")()
+        await settle(pilot)
+        assert "paused (f" in screen(pilot)
+        assert not pane.is_vertical_scroll_end
 
     watch(session, script)
 
