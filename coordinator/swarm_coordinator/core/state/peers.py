@@ -25,14 +25,14 @@ LEAST_RATE_TOLERANCE, MOST_RATE_TOLERANCE = 0.02, 0.1
 PEERS_OF_LEAST_TOLERANCE = 100
 
 GREAT_RATE_RATIO = 2.0
-"""Ratio of a rate to the published one, or of the published one to the rate, beyond which it is
-published within the step. Others wait for the next step, because each new rate changes the plan by
-which the peers of its stage share the microbatches of the step."""
+"""Ratio of a rate to the published one, or of the published one to the rate, beyond which the
+stage's records are made anew within the step. Smaller changes wait until its peers change or the
+next step begins, because each new rate changes the plan by which they share the microbatches."""
 
 
 def rate_tolerance(peers: int) -> float:
-    """Return the relative change of a peer's rate that the next step's roster has. It grows with
-    the number of peers, each of which receives every record."""
+    """Return the relative change of a peer's rate that is not published when its stage's records
+    are made anew. It grows with the number of peers, each of which receives every record."""
     tolerance = LEAST_RATE_TOLERANCE * peers / PEERS_OF_LEAST_TOLERANCE
     return min(max(tolerance, LEAST_RATE_TOLERANCE), MOST_RATE_TOLERANCE)
 

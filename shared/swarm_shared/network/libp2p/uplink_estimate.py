@@ -38,7 +38,7 @@ class UplinkEstimate:
     def forget(self) -> None:
         """Discard the estimate: the limit or the uplink has changed."""
         self._known = 0.0
-        self._is_provisional = True
+        self._is_provisional = True  # until the first whole window
         self._room_at: float | None = None
         self._idle_since = self._clock()
         self._idle_seconds = 0.0
@@ -76,16 +76,16 @@ class UplinkEstimate:
                 self._window_bytes += self._bytes
                 self._window_seconds += elapsed
         self._room_at, self._bytes, self._idle_seconds = now, 0, 0.0
-        if self._window_seconds >= FIRST_WINDOW_SECONDS:
+        if self._window_seconds >= WINDOW_SECONDS:
             self._learn(self._window_bytes / self._window_seconds)
+            self._window_bytes, self._window_seconds = 0, 0.0
+        elif self._is_provisional and self._window_seconds >= FIRST_WINDOW_SECONDS:
+            self._known = self._window_bytes / self._window_seconds
 
     def _learn(self, rate: float) -> None:
-        """Use the rate of the window so far."""
-        is_whole = self._window_seconds >= WINDOW_SECONDS
+        """Take the rate of a whole window into the estimate."""
         if self._is_provisional:
-            self._known, self._is_provisional = rate, not is_whole
-        elif is_whole:
+            self._known, self._is_provisional = rate, False
+        else:
             weight = RISE_WEIGHT if rate > self._known else FALL_WEIGHT
             self._known += weight * (rate - self._known)
-        if is_whole:
-            self._window_bytes, self._window_seconds = 0, 0.0
