@@ -28,9 +28,9 @@ Counts = NDArray[np.float64] | NDArray[np.float32] | NDArray[np.int64]
 """Whole numbers below 2^53 in magnitude."""
 
 _WORD_BYTES: Final = 8
-_WINDOW_ELEMENTS: Final = 1 << 15
-"""Elements per pass: key, vector and product of one stay in a core's cache."""
-
+_WINDOW_ELEMENTS: Final = 1 << 13
+"""Elements per pass: key, vector and product of one stay in a core's cache, and the allocator has
+memory of this size at hand."""
 
 CHECKS_PER_SECRET: Final = 3
 """Seeds that follow from one secret."""

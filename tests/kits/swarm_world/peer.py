@@ -44,6 +44,8 @@ class SimPeer:
         """Machines of the same number compute alike, to the bit."""
         self.lies = False
         self.sum_lie = SumLie.NONE
+        self.told_secret = ""
+        """The newest secret in an order to audit."""
         self.alive = self.leaving = self.gone = self.hung = False
         self.woke_at = 0.0
         self.address = 0

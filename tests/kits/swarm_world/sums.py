@@ -19,6 +19,7 @@ from swarm_coordinator.core import events
 from swarm_shared.base.types import PeerId, RunId
 from swarm_shared.identity.linear_digest import (
     CHECKS_PER_SECRET,
+    MODULUS,
     DigestKey,
     check_seed,
     to_text,
@@ -46,6 +47,7 @@ class SumLie(StrEnum):
     STATES_NO_SUM = "its slices do not add up to its totals"
     ADDS = "puts in more than what it counts, and states that it put it in"
     FALSE_AUDITS = "states other digests of what it audits"
+    FORGES = "changes the sum of its slice so that digests stay, if an order to audit has a secret"
     IDLE_ADDS = "puts something in although nothing of it counts"
 
 
@@ -82,6 +84,27 @@ def changed(
     return total + Counter([_cells(world)[start]]) if stop > start else total
 
 
+def forged(world: World, members: tuple[PeerId, ...], reducer: PeerId, total: Gradient) -> Gradient:
+    """The sum with a change in the slice of a reducer that has no digest under the first seed of
+    a secret which it has been told as an auditor."""
+    start, stop = _bounds(world, len(members))[members.index(reducer)]
+    secret = world.peers[reducer].told_secret
+    if not secret or stop - start < 2:
+        return total
+    world.counts["forged sums"] += 1
+    key, cells = DigestKey(check_seed(secret, 0), "own"), _cells(world)
+    one = np.ones(1, np.int64)
+    weights = [key.digest(one, place) for place in (start, start + 1)]
+    changed = Counter(total)
+    changed[cells[start]] += _signed(weights[1])
+    changed[cells[start + 1]] -= _signed(weights[0])
+    return changed
+
+
+def _signed(word: int) -> int:
+    return word - MODULUS if word >= MODULUS // 2 else word
+
+
 def taken_out(world: World, members: tuple[PeerId, ...], total: Gradient, by: PeerId) -> Gradient:
     """What a member takes out of an all-reduce in which reducers may lie."""
     for reducer in members:
@@ -91,6 +114,8 @@ def taken_out(world: World, members: tuple[PeerId, ...], total: Gradient, by: Pe
             lie is SumLie.EQUIVOCATES and by == first
         ):
             total = changed(world, members, reducer, total)
+        elif lie is SumLie.FORGES:
+            total = forged(world, members, reducer, total)
     return total
 
 
@@ -103,6 +128,7 @@ def put_in(peer: SimPeer, own: Gradient) -> Gradient:
 def of_cell(peer: SimPeer, order: Audit) -> tuple[tuple[str, ...], ...]:
     """What an auditor states of a cell: digests of its own part and, at tied ends, the tied one."""
     assert order.secret is not None
+    peer.told_secret = order.secret
     gradient = Counter([(int(order.stage), int(order.microbatch))])
     if peer.sum_lie is SumLie.FALSE_AUDITS:
         gradient[0, -1] += 1

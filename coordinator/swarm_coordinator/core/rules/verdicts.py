@@ -32,7 +32,6 @@ from swarm_coordinator.core.trust import chains
 from swarm_coordinator.core.trust.audits import (
     ALIKE_FIRST_SHARE,
     MAX_IN_HAND,
-    CheckSecret,
     Exactly,
     OpenAudit,
     Order,
@@ -40,7 +39,6 @@ from swarm_coordinator.core.trust.audits import (
 from swarm_coordinator.core.trust.classes import Machine
 from swarm_coordinator.core.trust.whole_audits import CellSums, WholeAudit, sums_of
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
-from swarm_shared.identity.linear_digest import CHECKS_PER_SECRET
 from swarm_shared.identity.work_statements import AuditStatement
 from swarm_shared.protocol import Audit, Drop, Dropped
 from swarm_shared.trust.votes import (
@@ -102,20 +100,10 @@ def _whole_secret(run: RunState, step: StepState, peer: PeerState, stage: StageI
     if key not in step.audits.drawn:
         step.audits.drawn.add(key)
         if run.audits.draw() < run.audits.share(owner_of(peer)) / 2:
-            step.audits.whole[key] = WholeAudit(secret_of(run, step, stage).text)
+            step.audits.whole[key] = WholeAudit(run.audits.draw_secret())
     whole = step.audits.whole.get(key)
     # Once all seeds are known, further cells are audited as drawn.
     return whole.secret if whole is not None and whole.has_another_check else ""
-
-
-def secret_of(run: RunState, step: StepState, stage: StageIndex) -> CheckSecret:
-    """The secret of the next check of a stage's sums; both ends of a tied model share one."""
-    tied = run.tied_stages()
-    at = min(tied) if stage in tied else stage
-    known = step.audits.secrets.get(at)
-    if known is None or known.revealed == CHECKS_PER_SECRET:
-        known = step.audits.secrets[at] = CheckSecret(run.audits.draw_secret())
-    return known
 
 
 def _break_at(step: StepState, cell: CellKey) -> tuple[StageIndex, StageIndex] | None:

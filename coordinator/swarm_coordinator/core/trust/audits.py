@@ -155,14 +155,6 @@ class OpenAudit:
 
 
 @dataclass(slots=True)
-class CheckSecret:
-    """A secret from which the seeds of checks follow, and how many of them are revealed."""
-
-    text: str
-    revealed: int = 0
-
-
-@dataclass(slots=True)
 class StepAudits:
     """The audits of one step in progress."""
 
@@ -174,8 +166,6 @@ class StepAudits:
     """Cells that were cleared while their peers live, until they have dropped them. Receipts of
     these do not count meanwhile."""
 
-    secrets: dict[StageIndex, CheckSecret] = field(default_factory=dict)
-    """What the seeds of the checks of sums to come follow from, by stage; auditors know it."""
     drawn: set[tuple[PeerId, StageIndex]] = field(default_factory=set)
     """Members of which it has been drawn whether they are audited whole."""
     whole: dict[tuple[PeerId, StageIndex], WholeAudit] = field(default_factory=dict)

@@ -50,12 +50,16 @@ class RoundSums:
     """Indices of a stage's groups, in the order of its Close."""
     shares: dict[PeerId, tuple[Share, ...]] = field(default_factory=dict)
     """By member, in the order of its Close."""
-    seed: str = ""
-    """Drawn once all members have averaged; empty before."""
+    seeds: tuple[str, ...] = ()
+    """Of the checks to make one after another, chosen once all members have averaged."""
+    place: int = 0
+    """Of the present check's seed."""
     details: bool = False
     """Whether every slice is asked for."""
     agreed: bool = False
+    """Under all seeds."""
     totals: dict[PeerId, SignedSums] = field(default_factory=dict)
+    """Under the present seed."""
     slices: dict[PeerId, SignedSums] = field(default_factory=dict)
 
     def add_member(
@@ -66,6 +70,19 @@ class RoundSums:
         if goes_to is not None:
             shares += [Share(index, contributes=False) for index in self.of_stage[goes_to]]
         self.shares[peer] = tuple(shares)
+
+    @property
+    def seed(self) -> str:
+        """Of the present check; empty before the first one."""
+        return self.seeds[self.place] if self.seeds else ""
+
+    def begin_next(self) -> bool:
+        """Go on to the next seed; False if there is none."""
+        if self.place + 1 == len(self.seeds):
+            return False
+        self.place += 1
+        self.totals.clear()
+        return True
 
     def record(self, peer: PeerId, stated: SignedSums) -> None:
         (self.slices if self.details else self.totals)[peer] = stated

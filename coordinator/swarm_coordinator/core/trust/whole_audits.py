@@ -1,10 +1,10 @@
 """Whole audits: whether what a member puts into an average is the sum of what it has counted.
 
 Values and pure decisions (docs/decisions, number 0036). Auditors compute every counted cell of the
-member again, and state linear digests of the gradients under the seed of the step's check of sums.
-Digests add up as gradients do, so that their sum must be the digest that the member states of what
-it put in. Each check has a seed of its own; auditors state digests for several checks to come, so
-that a failed attempt to close costs no audits. The rules are in
+member again, and state linear digests of the gradients under a seed of a check of sums. Digests add
+up as gradients do, so that their sum must be the digest that the member states of what it put in.
+Each attempt to close has a seed of its own; auditors state digests for several ones, so that a
+failed attempt costs no audits. The rules are in
 `swarm_coordinator.core.rules.closing.whole_audits`.
 """
 
@@ -17,7 +17,12 @@ from dataclasses import dataclass, field
 from swarm_coordinator.core.trust.sums import SignedSums
 from swarm_shared.base.transcript import Transcript
 from swarm_shared.base.types import LinearDigests, MicrobatchIndex, PeerId
-from swarm_shared.identity.linear_digest import CHECKS_PER_SECRET, digest_sum, from_text
+from swarm_shared.identity.linear_digest import (
+    CHECKS_PER_SECRET,
+    check_seed,
+    digest_sum,
+    from_text,
+)
 
 Sums = tuple[int, ...]
 """Linear digests of a stage's own gradient and, at the ends of a tied model, of the tied one."""
@@ -50,7 +55,7 @@ class WholeAudit:
     """The whole audit of one member in one stage of a step."""
 
     secret: str
-    """From which the seeds of the checks follow; auditors know it."""
+    """From which the seeds follow; auditors know it."""
     cells: dict[MicrobatchIndex, dict[PeerId, tuple[CellSums, ...]]] = field(default_factory=dict)
     """What auditors have stated for each check, by microbatch and by owner."""
     asked: dict[MicrobatchIndex, set[PeerId]] = field(default_factory=dict)
@@ -60,6 +65,11 @@ class WholeAudit:
     attempt: int | None = None
     """The attempt to close in which that seed was revealed; it proves nothing in later ones."""
     contest: Contest | None = None
+
+    @property
+    def seed(self) -> str:
+        """Under which digests are compared in the next attempt to close, or in the present one."""
+        return check_seed(self.secret, self.check)
 
     @property
     def has_another_check(self) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,17 +24,21 @@ from swarm_shared.identity.linear_digest import to_text
 from swarm_shared.identity.work_statements import SumDigests, SumStatement
 from swarm_shared.protocol import AbortRound, Apply, Close, Refused, SumCheck
 
-LIES = [lie for lie in SumLie if lie not in (SumLie.NONE, SumLie.ADDS, SumLie.FALSE_AUDITS)]
+OF_WHOLE_AUDITS = (SumLie.ADDS, SumLie.FALSE_AUDITS, SumLie.FORGES)
+LIES = [lie for lie in SumLie if lie and lie not in OF_WHOLE_AUDITS]
 """Those that a check of sums is for; the others are the matter of whole audits."""
 
 CHECKED = AuditSettings(audit_share=0.0, probation_cells=0, check_sums=True)
 MEMBERS = ("a0", "b0", "c0")
 
 
-def checked(*names: str, trust: AuditSettings = CHECKED, **options: Any) -> Bench:
+def checked(
+    *names: str, trust: AuditSettings = CHECKED, draw: Callable[[], float] = lambda: 0.5,
+    **options: Any,
+) -> Bench:  # fmt: skip
     """A run of one stage whose table is complete; a0 has counted all of it."""
     defaults = {"stages": 1, "check_sums": True}
-    bench = Bench(audits=AuditBook(trust, lambda: 0.5), **{**defaults, **options})
+    bench = Bench(audits=AuditBook(trust, draw), **{**defaults, **options})
     bench.join_all(*(names or MEMBERS))
     bench.fill()
     return bench
@@ -76,10 +82,14 @@ def states(
     )  # fmt: skip
 
 
-def state_all(bench: Bench, *, of_a: int = 7, result: int = 7) -> None:
-    """Only a0 has counted anything."""
-    for peer in MEMBERS:
-        states(bench, peer, digests(of_a if peer == "a0" else 0, result))
+def state_all(
+    bench: Bench, *names: str, of_a: int = 7, result: int = 7, checks: int = 1
+) -> None:  # fmt: skip
+    """Answer one check or several; only the first one has counted anything."""
+    members = names or MEMBERS
+    for _ in range(checks):
+        for peer in members:
+            states(bench, peer, digests(of_a if peer == members[0] else 0, result))
 
 
 def phase(bench: Bench) -> RunPhase:
@@ -103,8 +113,16 @@ def test_the_check_follows_the_last_report_with_one_seed_for_all() -> None:
     assert bench.step().closing is not None
 
 
-def test_the_step_is_decided_once_all_sums_agree() -> None:
-    bench = averaged()
+def test_the_step_is_decided_once_all_sums_agree_under_two_seeds() -> None:
+    """No member knows whether the second one is of a whole audit."""
+    bench = averaged(draw=random.Random(3).random)
+    first = bench.sent("a0", SumCheck)[0].seed
+    state_all(bench)
+    checks = asked(bench)
+    assert len(checks) == 3
+    assert len(set(checks)) == 1
+    assert checks[0].seed != first
+    assert phase(bench) is RunPhase.CLOSING
     states(bench, "a0", digests(7, 7))
     states(bench, "b0", digests(0, 7))
     assert phase(bench) is RunPhase.CLOSING
@@ -138,13 +156,27 @@ def test_stages_are_checked_apart_and_tied_ends_together() -> None:
     assert asked(tied, *names) == []
     tied.averaged("b1")
     assert len(set(asked(tied, *names))) == 1
-    for peer in names:
-        own = 5 if peer.startswith("a") else 0
-        states(tied, peer, digests(own, 5), digests(own, 10))
+    for _ in range(2):
+        for peer in names:
+            own = 5 if peer.startswith("a") else 0
+            states(tied, peer, digests(own, 5), digests(own, 10))
     assert phase(tied) is RunPhase.APPLYING
 
 
 # ---- sums that do not agree
+
+
+def test_sums_that_agree_under_the_first_seed_alone_are_asked_for_in_slices() -> None:
+    bench = averaged(draw=random.Random(3).random)
+    state_all(bench)
+    second = bench.sent("a0", SumCheck)[0]
+    state_all(bench, result=8)
+    assert bench.sent("a0", SumCheck) == [second.model_copy(update={"details": True})]
+    for peer in MEMBERS:
+        received = (2, 1, 0) if peer == "a0" else (2, 0, 0)
+        own = 2 if peer == "a0" else 0
+        states(bench, peer, slices(own, (3, 2, 3), received), details=True)
+    assert phase(bench) is RunPhase.COLLECT
 
 
 def test_every_slice_is_asked_for_when_the_sums_do_not_agree() -> None:
@@ -344,13 +376,11 @@ def test_a_member_that_leaves_after_all_statements_has_its_cells_counted() -> No
     bench = checked("a0", "b0", "a1", "b1", stages=2)
     for peer in ("a0", "b0"):
         bench.averaged(peer)
-    for peer in ("a0", "b0"):
-        states(bench, peer, digests(7 if peer == "a0" else 0, 7))
+    state_all(bench, "a0", "b0", checks=2)
     bench.lose("a0")
     for peer in ("a1", "b1"):
         bench.averaged(peer)
-    for peer in ("a1", "b1"):
-        states(bench, peer, digests(7 if peer == "a1" else 0, 7))
+    state_all(bench, "a1", "b1", checks=2)
     assert phase(bench) is RunPhase.APPLYING
 
 
@@ -365,8 +395,7 @@ def test_a_member_that_never_states_its_sums_is_excluded_and_charged() -> None:
     bench.tick(1.0)
     bench.averaged("a0")
     bench.averaged("b0")
-    states(bench, "a0", digests(7, 7))
-    states(bench, "b0", digests(0, 7))
+    state_all(bench, "a0", "b0", checks=2)
     assert phase(bench) is RunPhase.APPLYING
 
 

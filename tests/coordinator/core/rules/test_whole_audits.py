@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -29,10 +30,13 @@ GRADIENTS = {0: 5, 1: 8}
 """Digests of the gradients of the microbatches."""
 
 
-def filled(*names: str, settings: AuditSettings = WHOLE, **options: Any) -> Bench:
+def filled(
+    *names: str, settings: AuditSettings = WHOLE, draw: Callable[[], float] = lambda: 0.5,
+    **options: Any,
+) -> Bench:  # fmt: skip
     """A run of one stage in which a0 has counted both microbatches."""
     defaults = {"stages": 1, "check_sums": True}
-    bench = Bench(audits=AuditBook(settings, lambda: 0.5), **{**defaults, **options})
+    bench = Bench(audits=AuditBook(settings, draw), **{**defaults, **options})
     bench.join_all(*(names or ("a0", "b0", "c0")))
     bench.fill()
     return bench
@@ -64,9 +68,15 @@ def answer_all(bench: Bench, *, false: str = "", since: int = 0) -> None:
 
 
 def close(bench: Bench, part: int = 13) -> None:
-    """All members average and state their sums; a0 has put `part` in."""
+    """All members average and state their sums under two seeds; a0 has put `part` in."""
     members = bench.closing()
     bench.average_all()
+    for _ in range(2):
+        state(bench, members, part)
+
+
+def state(bench: Bench, members: Iterable[PeerId], part: int = 13) -> None:
+    """Answer one check of sums."""
     for peer in members:
         order = bench.sent(peer, SumCheck, bench.log)[-1]
         own = part if peer == "a0" else 0
@@ -96,6 +106,9 @@ def test_all_cells_of_a_drawn_member_are_audited_with_one_secret() -> None:
     answer_all(bench)
     assert bench.run.phase is RunPhase.CLOSING
     bench.average_all()
+    seeds = {check_seed(secret, number) for number in range(CHECKS_PER_SECRET)}
+    assert bench.sent("a0", SumCheck)[0].seed not in seeds, "an auditor is a member, too"
+    state(bench, bench.closing())
     assert bench.sent("a0", SumCheck)[0].seed == check_seed(secret, 0)
 
 
@@ -231,8 +244,10 @@ def test_without_digests_of_every_cell_a_whole_audit_has_no_result(
 
 
 def fail(bench: Bench) -> str:
-    """The attempt fails after its seed is known, which is returned; the next one begins."""
+    """The attempt fails after the member's seed is known, which is returned; the next one
+    begins."""
     bench.average_all()
+    state(bench, bench.closing())
     seed = bench.sent("a0", SumCheck, bench.log)[-1].seed
     bench.failed("b0", culprit="c0")
     while bench.run.phase is not RunPhase.CLOSING:
@@ -259,6 +274,22 @@ def test_each_attempt_has_a_seed_of_its_own_that_audits_know_in_advance(failed: 
     close(bench, part=14)
     seeds.append(bench.sent("a0", SumCheck, bench.log)[-1].seed)
     assert len(set(seeds)) == len(seeds)
+    assert bench.run.phase is RunPhase.COLLECT, "the sum is contested"
+
+
+def test_a_seed_that_no_member_has_learnt_serves_the_next_attempt() -> None:
+    bench = filled(draw=random.Random(1).random)
+    (secret,) = {order.secret for _, order in orders(bench)}
+    assert secret is not None
+    answer_all(bench)
+    for _ in range(CHECKS_PER_SECRET + 1):
+        bench.run.held_time.accounts.clear()
+        bench.average_all()
+        bench.failed("b0", culprit="c0")
+        while bench.run.phase is not RunPhase.CLOSING:
+            bench.tick(0.25)
+    close(bench, part=14)
+    assert bench.sent("a0", SumCheck, bench.log)[-1].seed == check_seed(secret, 0)
     assert bench.run.phase is RunPhase.COLLECT, "the sum is contested"
 
 
@@ -315,6 +346,15 @@ def test_a_member_cannot_add_to_its_sum_behind_an_attempt_that_another_liar_has_
         assert lies_of(world) <= {"peer0", "peer1"}
         aborts += world.counts["abort"]
     assert aborts > 0
+
+
+def test_an_auditor_that_knows_the_seed_of_a_member_cannot_hand_out_another_sum() -> None:
+    forged = 0
+    for seed in range(8):
+        world = audited_world(SumLie.FORGES, seed, audit_share=0.5)
+        assert lies_of(world) <= {"peer0"}
+        forged += world.counts["forged sums"]
+    assert forged > 0
 
 
 def test_unlike_machines_make_no_liar() -> None:

@@ -2,7 +2,9 @@
 
 Part of the pure core (docs/decisions, number 0036). The check follows the last report: everything
 is exchanged by then, so that no member knows the seed of the digests before. What the digests show
-is the matter of `swarm_coordinator.core.trust.sums`.
+is the matter of `swarm_coordinator.core.trust.sums`. It is made under a seed that nobody knew, and
+then under that of each member that is audited whole, which its auditors know
+(`swarm_coordinator.core.rules.closing.whole_audits`).
 """
 
 from __future__ import annotations
@@ -84,20 +86,23 @@ def advance(run: RunState, step: StepState, found: Round, now: float) -> bool:
     check = found.sums
     if check is None or check.agreed:
         return True
-    if not check.seed:
-        check.seed = whole_audits.reveal_seed(run, step, found)
-    elif not check.details and sums.agree(check):
+    if not check.seeds:
+        check.seeds = whole_audits.seeds_for(run, step, found)
+    elif check.details:
+        _conclude(run, step, found, check, now)
+        return False
+    elif not sums.agree(check):
+        check.details = True
+    else:
         wrong = whole_audits.begin_contests(run, step, found, check, now)
         if wrong:
             reason = f"{short(wrong[0])} put something else into its average than it counted"
             round_membership.abort(run, found, reason, now)
-        check.agreed = not wrong
-        return check.agreed
-    elif not check.details:
-        check.details = True
-    else:
-        _conclude(run, step, found, check, now)
-        return False
+            return False
+        check.agreed = not check.begin_next()
+        if check.agreed:
+            return True
+    whole_audits.reveal(step, found, check.seed)
     found.ask_again(now)
     order = SumCheck(
         step=step.step, attempt=found.attempt, seed=check.seed, details=check.details

@@ -3,8 +3,14 @@
 Part of the pure core (docs/decisions, number 0036). Which members are audited whole is drawn with
 their first cell (`swarm_coordinator.core.rules.verdicts`). Where one auditor's digests contradict
 the member, either may have lied: the round is aborted, and other owners audit the same cells until
-as many as decide an audit have stated the same. Every attempt to close has a seed of its own:
-otherwise one liar could fail the first attempt, and another one put anything into the second.
+as many as decide an audit have stated the same.
+
+A member's part is compared under a seed of its own, which its auditors learn with their orders. The
+sums are checked under another one first, which is drawn after they are exchanged: an auditor could
+hand out a false sum otherwise whose digest is right, as a member of the round itself. Where no
+member is audited whole the second seed is drawn, too: no member knows whether it is of somebody's
+audit. Every attempt to close has seeds of its own: otherwise one liar could fail the first attempt,
+and another one put anything into the second.
 """
 
 from __future__ import annotations
@@ -27,33 +33,46 @@ from swarm_coordinator.core.trust.whole_audits import (
     total,
 )
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
-from swarm_shared.identity.linear_digest import check_seed, from_text
+from swarm_shared.identity.linear_digest import from_text
 from swarm_shared.identity.work_statements import SumStatement
 from swarm_shared.trust.votes import MAX_VOTERS
+
+MOST_CHECKED = 8
+"""Most whole audits that one attempt to close compares: each takes a check of the sums."""
 
 Member = tuple[PeerId, StageIndex]
 Known = dict[MicrobatchIndex, dict[PeerId, CellSums]]
 """What auditors have stated of each cell as it counts, by owner."""
 
 
-def reveal_seed(run: RunState, step: StepState, found: Round) -> str:
-    """Take the seed of a round's check; the next attempt has another one, as members know it."""
-    secret = verdicts.secret_of(run, step, min(found.stages))
-    number, secret.revealed = secret.revealed, secret.revealed + 1
+def seeds_for(run: RunState, step: StepState, found: Round) -> tuple[str, ...]:
+    """The seeds of a round's checks: one that is drawn, then those of whole audits."""
+    book = run.audits
+    audited = [
+        (book.draw(), whole.seed)
+        for (peer, stage), whole in step.audits.whole.items()
+        if found.members.get(peer) == stage and whole.attempt is None
+    ]
+    chosen = [seed for _, seed in sorted(audited)[:MOST_CHECKED]]
+    return (book.draw_secret(), *(chosen or [book.draw_secret()]))
+
+
+def reveal(step: StepState, found: Round, seed: str) -> None:
+    """Note that the members of a round learn a seed; the next attempt needs another one."""
     for whole in step.audits.whole.values():
-        if whole.secret == secret.text and whole.attempt is None:
-            whole.attempt, whole.check = found.attempt, number
-    return check_seed(secret.text, number)
+        if whole.seed == seed:
+            whole.attempt = found.attempt
 
 
 def begin_contests(
     run: RunState, step: StepState, found: Round, check: RoundSums, now: float
 ) -> list[PeerId]:
-    """The members whose sums are not those of their audited cells; their audits are repeated."""
+    """The members whose sums under the present seed, their own, are not those of their audited
+    cells; their audits are repeated."""
     wrong: list[PeerId] = []
     for member, whole in step.audits.whole.items():
         peer, stage = member
-        if found.members.get(peer) != stage or whole.attempt != found.attempt:
+        if found.members.get(peer) != stage or whole.seed != check.seed:
             continue
         cells = _cells_of(step.table, member)
         known = [_stated_of(step, member, whole, microbatch) for microbatch in cells]
@@ -96,8 +115,7 @@ def renew(run: RunState, step: StepState, now: float) -> bool:
         if whole.has_another_check:
             whole.begin_another_check()
         else:
-            secret = verdicts.secret_of(run, step, stage).text
-            whole = step.audits.whole[member] = WholeAudit(secret)
+            whole = step.audits.whole[member] = WholeAudit(run.audits.draw_secret())
         for microbatch in _cells_of(step.table, member):
             if not _stated_of(step, member, whole, microbatch):
                 renewed = _audit_anew(run, step, (microbatch, stage), whole, now) or renewed
