@@ -37,7 +37,7 @@ async def test_two_members_of_a_stage_sign_their_sums_in_every_close(tmp_path: P
         await run.train(*volunteers, second)
     assert history(folder.database).restored.finished
     assert second.seen.count("sum_check") == volunteers[0].seen.count("sum_check") > 0
-    assert second.seen.count("sum_check") == 2 * second.seen.count("apply"), "two seeds"
+    assert second.seen.count("sum_check") >= 2 * second.seen.count("apply"), "two seeds"
     assert "sum_check" not in volunteers[1].seen, "it is alone in its stage"
 
 
