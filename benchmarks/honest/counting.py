@@ -13,7 +13,7 @@ from swarm_client.stage.worker.audits import AuditRunner
 from swarm_client.stage.worker.backward_pass import ParameterGradients
 from swarm_client.stage.worker.stage_runner import BackwardResult, StageRunner
 from swarm_client.stage.worker.step_runner import StepRunner
-from swarm_shared.base.transcript import Transcript
+from swarm_shared.base.transcript import KeptTensors, Transcript
 from swarm_shared.base.types import MicrobatchIndex, Step, Version
 
 
@@ -81,7 +81,7 @@ class Counting:
         """Write what a counted cell gives, for its auditor."""
         step = Step(self._held.version + 1)
         return AuditRunner(self._held).save_kept(
-            step, MicrobatchIndex(microbatch), Path(path), computed=True
+            step, MicrobatchIndex(microbatch), Path(path), KeptTensors.COMPUTED
         )
 
     def audit(

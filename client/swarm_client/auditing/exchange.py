@@ -1,4 +1,5 @@
-"""AUDIT_PROTOCOL at both ends: the tensors of a microbatch, from an audited peer to its auditor."""
+"""AUDIT_PROTOCOL at both ends: the tensors of a microbatch, from an audited peer or a neighbour of
+it to its auditor."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from swarm_shared.base.errors import (
     ProtocolError,
     SwarmError,
 )
+from swarm_shared.base.transcript import KeptTensors
 from swarm_shared.base.types import PeerId
 from swarm_shared.network import FramedStream, FrameLimits
 from swarm_shared.protocol import (
@@ -47,8 +49,17 @@ MAX_SERVED = 4
 MAX_STREAMS_PER_PEER = 4
 
 
+STAGES_FURTHER = {
+    KeptTensors.INPUTS: 0,
+    KeptTensors.COMPUTED: 0,
+    KeptTensors.OUTPUT: 1,
+    KeptTensors.INPUT_GRADIENT: -1,
+}
+"""The stage of an auditor that may have these tensors, less that of the peer that has them."""
+
+
 class KeptServer:
-    """Serves the kept tensors of the held stage to the other peers of that stage."""
+    """Serves tensors of the held stage to auditors of this stage and of those beside it."""
 
     def __init__(self, member: MemberContext, pipeline: Pipeline, folder: Path) -> None:
         self._member, self._pipeline, self._folder = member, pipeline, folder
@@ -69,11 +80,6 @@ class KeptServer:
         except (NetworkError, ProtocolError):
             raise
         except (SwarmError, OSError) as error:
-            if isinstance(error, RequestFailed) and error.code == "not_repeatable":
-                self._member.report(
-                    f"{error}, so that nothing of this step counts; `swarm-client doctor "
-                    "--self-test` tests this machine"
-                )
             await stream.send(
                 encode(TransferRefused(reason=str(error)[:500])), timeout_seconds=HELLO_SECONDS
             )
@@ -94,13 +100,21 @@ class KeptServer:
 
     async def _write(self, remote: PeerId, request: KeptRequest, path: Path) -> None:
         record, holding = self._member.roster.get(remote), self._pipeline.holding
-        if record is None or record.stage != request.stage:
-            raise AdmissionError(f"{remote} does not hold stage {request.stage}")
+        stage = request.stage + STAGES_FURTHER[request.tensors]
+        if record is None or record.stage != stage:
+            raise AdmissionError(f"{remote} does not hold stage {stage}")
         if holding is None or holding.stage != request.stage:
             raise AdmissionError(f"this peer does not hold stage {request.stage}")
-        await holding.worker.save_kept(
-            request.step, request.microbatch, path, computed=request.computed
-        )
+        try:
+            await holding.worker.save_kept(request.step, request.microbatch, path, request.tensors)
+        except RequestFailed as error:
+            if error.code == "not_repeatable":
+                is_audited = request.tensors is KeptTensors.COMPUTED
+                lost = ", so that nothing of this step counts" if is_audited else ""
+                self._member.report(
+                    f"{error}{lost}; `swarm-client doctor --self-test` tests this machine"
+                )
+            raise
 
 
 async def _send_file(stream: FramedStream, path: Path) -> None:
@@ -112,15 +126,15 @@ async def _send_file(stream: FramedStream, path: Path) -> None:
 
 
 async def fetch_kept(
-    member: MemberContext, audited: PeerRecord, request: KeptRequest, total_bytes: int, path: Path
+    member: MemberContext, holder: PeerRecord, request: KeptRequest, total_bytes: int, path: Path
 ) -> None:
     """Fetch the tensors of a microbatch into a file of exactly this size.
 
-    NetworkError, AdmissionError or ProtocolError when the audited peer does not give them.
+    NetworkError, AdmissionError or ProtocolError when their holder does not give them.
     """
     own = member.membership.now
     stream = await member.node.open_stream(
-        audited.peer, AUDIT_PROTOCOL, FETCHING_LIMITS, audited.addresses
+        holder.peer, AUDIT_PROTOCOL, FETCHING_LIMITS, holder.addresses
     )
     try:
         hello = TransferHello(run=own.run, certificate=own.certificate)
@@ -132,14 +146,14 @@ async def fetch_kept(
                 frame = await stream.receive(timeout_seconds=timeout_seconds)
                 message = parse(audit_messages, frame.header)
                 if isinstance(message, TransferRefused):
-                    raise AdmissionError(f"{audited.peer} refused: {message.reason}")
+                    raise AdmissionError(f"{holder.peer} refused: {message.reason}")
                 size = len(frame.payload)
                 if (
                     not isinstance(message, KeptPart)
                     or message.offset != received
                     or not 0 < size <= total_bytes - received
                 ):
-                    raise ProtocolError(f"{audited.peer} sent something else than was asked for")
+                    raise ProtocolError(f"{holder.peer} sent something else than was asked for")
                 await file.write(frame.payload)
                 received, timeout_seconds = received + size, PART_SECONDS
     finally:

@@ -24,6 +24,11 @@ from swarm_shared.volunteer_rules.lease_queue import LeaseQueue, StartedMicrobat
 log = logging.getLogger(__name__)
 
 
+def token_bytes(tokens_BT: np.ndarray) -> bytes:
+    """Token ids or targets as they cross the wire: uint32."""
+    return np.ascontiguousarray(tokens_BT, dtype="<u4").tobytes()
+
+
 class Samples(Protocol):
     """Source of token ids (`swarm_client.training_data`)."""
 
@@ -137,8 +142,8 @@ class Trainer:
             lease.step,
             leased.microbatch,
             leased.accumulate,
-            np.ascontiguousarray(inputs_BT, dtype="<u4").tobytes(),
-            np.ascontiguousarray(targets_BT, dtype="<u4").tobytes(),
+            token_bytes(inputs_BT),
+            token_bytes(targets_BT),
             leased.ticket,
             leased.is_copy,
         )

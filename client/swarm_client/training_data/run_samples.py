@@ -36,10 +36,20 @@ class RunSamples:
         self._leaves_each = len(leaves_of(self._ranges.training(1, 0)))
 
     async def drawn(self, step: Step, microbatch: MicrobatchIndex) -> tuple[np.ndarray, np.ndarray]:
-        sample = Sample(step, microbatch, heldout=microbatch in self._heldout)
+        sample = self._sample(step, microbatch)
         self._lookahead.begun(sample)
         self._fetch_ahead()
         return await self._arrays(self._ranges_of(sample))
+
+    async def audited(
+        self, step: Step, microbatch: MicrobatchIndex
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The same of a microbatch that another peer was leased; nothing is fetched ahead for
+        it."""
+        return await self._arrays(self._ranges_of(self._sample(step, microbatch)))
+
+    def _sample(self, step: Step, microbatch: MicrobatchIndex) -> Sample:
+        return Sample(step, microbatch, heldout=microbatch in self._heldout)
 
     def _ranges_of(self, sample: Sample) -> tuple[SampleRange, ...]:
         if sample.heldout:

@@ -83,7 +83,6 @@ class Member:
             context, current, attachment, averager, snapshots, self.pipeline,
             StageLoader(context, current, snapshots, spare, coordinator),
         )  # fmt: skip
-        self._auditor = Auditor(shared, self.pipeline, context.home.audit_folder(invite.run_id))
         self._fetcher = LeafFetcher(
             context.node, current, coordinator,
             context.data_cache, context.claim_disk,
@@ -93,6 +92,10 @@ class Member:
             ),
             context.report,
         )  # fmt: skip
+        self._samples = RunSamples(membership.manifest, self._fetcher)
+        self._auditor = Auditor(
+            shared, self.pipeline, self._samples, context.home.audit_folder(invite.run_id)
+        )
         # Public: the protocol checks a certificate itself, and a joining peer's may arrive before
         # the roster does.
         context.node.serve(
@@ -135,7 +138,7 @@ class Member:
         if not self.pipeline.trainer.begun:
             context.nursery.start_soon(self._fetcher.run)
             self.pipeline.trainer.begin(
-                RunSamples(self.membership.manifest, self._fetcher),
+                self._samples,
                 self.pipeline.links.downstream(StageIndex(0), context.nursery),
             )
         # A joining peer holds up the step until its stage is loaded.

@@ -418,6 +418,7 @@ def _collect(run: RunState, step: StepState, now: float) -> None:
         microbatches.lease_open_microbatches(run, step, now)
         speculation.lease_stragglers(run, step, now)
         step_close.close_complete_stages(run, step, now)
+        whole_audits.settle_contests(run, step, now)
         return
     if step.complete_at is None:
         step.complete_at = now

@@ -6,6 +6,7 @@ A transcript is part of a receipt and of an auditor's statement
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Literal
 
 from swarm_shared.base.frozen_model import FrozenModel
@@ -28,3 +29,16 @@ class Transcript(FrozenModel):
     """Of the gradient that was returned; empty at stage 0."""
     gradient: WireDigest
     """Of the parameters' gradient, in the form in which it is added to the accumulator."""
+
+
+class KeptTensors(StrEnum):
+    """What a peer that has counted a microbatch can show of it to an auditor."""
+
+    INPUTS = "inputs"
+    """The input, the targets and the output's gradient, as they came."""
+    COMPUTED = "computed"
+    """What they give, before the run's codecs round it."""
+    OUTPUT = "output"
+    """As it was sent: the input of the stage behind."""
+    INPUT_GRADIENT = "input_gradient"
+    """As it was sent: the output's gradient of the stage before."""

@@ -1,9 +1,11 @@
-"""AUDIT_PROTOCOL: an auditor and the peer that it audits, one stream per request.
+"""AUDIT_PROTOCOL: an auditor and a peer that has counted what it audits, one stream per request.
 
-    auditor         TransferHello (its certificate), then KeptRequest
-    audited peer    KeptPart + bytes, in order, until all are sent; or TransferRefused
+    auditor     TransferHello (its certificate), then KeptRequest
+    peer        KeptPart + bytes, in order, until all are sent; or TransferRefused
 
-Both know the size of what is sent from the manifest.
+The peer is the audited one, or its neighbour in the pipeline: of the stage before it for an output,
+of the stage behind it for an input's gradient. Both know the size of what is sent from the
+manifest.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter
 
 from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.transcript import KeptTensors
 from swarm_shared.base.types import Count, MicrobatchIndex, StageIndex, Step
 from swarm_shared.protocol.transfer import TransferHello, TransferRefused
 
@@ -23,13 +26,13 @@ PART_BYTES = 2**20
 
 
 class KeptRequest(FrozenModel):
-    """A query for the inputs of a counted microbatch, or for what was `computed` from them."""
+    """A query for tensors of a microbatch that the peer has counted in `stage`."""
 
     kind: Literal["kept_request"] = "kept_request"
     step: Step
     microbatch: MicrobatchIndex
     stage: StageIndex
-    computed: bool = False
+    tensors: KeptTensors
 
 
 class KeptPart(FrozenModel):

@@ -485,12 +485,25 @@ class Drop(FrozenModel):
     microbatches: Microbatches
 
 
+class AuditSources(FrozenModel):
+    """Peers that computed the inputs of an audited microbatch, for an audit of which the audited
+    peer is not to know. Token ids and targets the auditor draws itself."""
+
+    before: PeerId | None
+    """Its output is the input; None at stage 0."""
+    behind: PeerId | None
+    """The gradient of its input is the output's gradient; None at the last stage."""
+    patience_seconds: Seconds
+    """Seconds after which the audited peer is asked instead."""
+
+
 class Audit(FrozenModel):
     """An order to compute a microbatch of another peer's again, and to state what came out.
 
-    The auditor fetches the inputs from the audited peer by AUDIT_PROTOCOL. They fit if their
-    digests are `input`, `output_gradient` and, at the last stage, `targets`. With `claimed` it also
-    fetches the tensors that those digests are of, and states the distance to what it computed.
+    The auditor fetches the inputs by AUDIT_PROTOCOL, from the audited peer unless there are
+    `sources`. They fit if their digests are `input`, `output_gradient` and, at the last stage,
+    `targets`. With `claimed` it also fetches the tensors that those digests are of from the audited
+    peer, and states the distance to what it computed.
     """
 
     kind: Literal["audit"] = "audit"
@@ -505,6 +518,7 @@ class Audit(FrozenModel):
     targets: WireDigest | Literal[""] = ""
     """Empty but at the last stage."""
     claimed: Transcript | None = None
+    sources: AuditSources | None = None
     secret: Seed | None = None
     """Also state the linear digests of the gradient as it is counted, for each check whose seed
     follows from this."""

@@ -29,7 +29,7 @@ from swarm_client.stage.protocol.errors import RequestFailed, WorkerDied
 from swarm_client.stage.protocol.slot_sizes import SlotSizes, slot_sizes
 from swarm_shared.base.error_groups import single_error_unwrapped
 from swarm_shared.base.text import memory_text
-from swarm_shared.base.transcript import Transcript
+from swarm_shared.base.transcript import KeptTensors, Transcript
 from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step, Version
 from swarm_shared.run.manifest import Manifest
 
@@ -164,12 +164,12 @@ class StageWorker:
     # ---- audits
 
     async def save_kept(
-        self, step: Step, microbatch: MicrobatchIndex, path: Path, *, computed: bool
+        self, step: Step, microbatch: MicrobatchIndex, path: Path, tensors: KeptTensors
     ) -> int:
-        """Write what is kept of a microbatch in the accumulator, or what it gives, to a file;
-        return its bytes. RequestFailed: unknown_microbatch when it is not kept."""
+        """Write tensors of a microbatch in the accumulator to a file; return its bytes.
+        RequestFailed: unknown_microbatch when it is not kept."""
         request = messages.SaveKept(
-            step=step, microbatch=microbatch, path=str(path), computed=computed
+            step=step, microbatch=microbatch, path=str(path), tensors=tensors
         )
         return (await self._rpc.call(request, messages.KeptSaved)).nbytes
 

@@ -38,7 +38,7 @@ from pydantic import Field, TypeAdapter
 from swarm_client.ipc.numbered import Failure, Numbered, RequestNumber
 from swarm_client.machine.device_names import NAME_PATTERN
 from swarm_client.stage.protocol.errors import FailureCode, RequestFailed
-from swarm_shared.base.transcript import Transcript
+from swarm_shared.base.transcript import KeptTensors, Transcript
 from swarm_shared.base.types import (
     MAX_REDUCTION_MEMBERS,
     ArithmeticClass,
@@ -137,14 +137,14 @@ class RunWeights(Numbered):
 
 
 class SaveKept(Numbered):
-    """Write what is kept of a microbatch in the accumulator to `path`, for its auditor: the inputs
-    and the output's gradient, as they came; with `computed`, what it gives (`AuditedTensors`)."""
+    """Write tensors of a microbatch in the accumulator to `path`, for an auditor. What is computed
+    is written as `AuditedTensors`."""
 
     kind: Literal["save_kept"] = "save_kept"
     step: Step
     microbatch: MicrobatchIndex
     path: str
-    computed: bool
+    tensors: KeptTensors
 
 
 class RunAudit(Numbered):

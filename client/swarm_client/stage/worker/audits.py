@@ -1,4 +1,5 @@
-"""Audits at a stage worker: what an audited peer shows of a microbatch, and what its auditor finds.
+"""Audits at a stage worker: what a peer shows of a microbatch that it counted, and what an auditor
+finds.
 
 Files carry the tensors between daemon and worker, because they are larger than a slot. That of the
 inputs has the bytes that crossed the wire: the input, the targets on the last stage, the output's
@@ -27,7 +28,7 @@ from swarm_client.stage.protocol.slot_sizes import GRADIENT_ELEMENT_BYTES
 from swarm_client.stage.worker.accumulation.accumulator import KeptMicrobatch
 from swarm_client.stage.worker.accumulation.digests import counted_pieces
 from swarm_client.stage.worker.stage_runner import StageRunner
-from swarm_shared.base.transcript import Transcript
+from swarm_shared.base.transcript import KeptTensors, Transcript
 from swarm_shared.base.types import MAX_MAGNITUDE, LinearDigests, MicrobatchIndex, Step
 from swarm_shared.codecs.errors import CodecError
 from swarm_shared.codecs.tensors import DTYPES
@@ -80,12 +81,13 @@ class AuditRunner:
         self._sizes = runner.sizes
 
     def save_kept(
-        self, step: Step, microbatch: MicrobatchIndex, path: Path, *, computed: bool
+        self, step: Step, microbatch: MicrobatchIndex, path: Path, tensors: KeptTensors
     ) -> int:
-        """Write what is kept of an accumulated microbatch, or what it gives; return the bytes.
+        """Write tensors of an accumulated microbatch; return the bytes.
 
         RequestFailed: unknown_microbatch when it is not in the accumulator or its inputs are not
-        kept; not_repeatable when it gives something else than what was counted of it; storage.
+        kept; bad_input for what this stage does not send; not_repeatable when it gives something
+        else than what was counted of it; storage.
         """
         accumulator = self._runner.open_parameter_set(step).accumulator
         kept = accumulator.contents.kept(microbatch)
@@ -95,17 +97,41 @@ class AuditRunner:
                 f"microbatch {microbatch} of step {step} is not kept in stage "
                 f"{self._runner.stage_index}",
             )
-        if computed:
-            content, _ = self._computed(step, kept)
-            counted = accumulator.transcripts.get(microbatch)
-            if counted is not None and self._transcript(kept, content) != counted:
-                raise RequestFailed(
-                    "not_repeatable",
-                    f"microbatch {microbatch} of step {step} in stage {self._runner.stage_index} "
-                    "does not give what was counted of it when it is computed again",
+        counted = accumulator.transcripts.get(microbatch)
+        match tensors:
+            case KeptTensors.INPUTS:
+                return _write(path, bytes(kept.inputs + kept.output_gradient))
+            case KeptTensors.COMPUTED:
+                computed, _ = self._computed(step, kept)
+                content = computed.joined()
+                repeats = counted is None or self._transcript(kept, computed) == counted
+            case KeptTensors.OUTPUT | KeptTensors.INPUT_GRADIENT:
+                content = self._sent(step, kept, tensors)
+                repeats = counted is None or wire_digest(content) == (
+                    counted.output if tensors is KeptTensors.OUTPUT else counted.input_gradient
                 )
-            return _write(path, content.joined())
-        return _write(path, bytes(kept.inputs + kept.output_gradient))
+        if not repeats:
+            raise RequestFailed(
+                "not_repeatable",
+                f"microbatch {microbatch} of step {step} in stage {self._runner.stage_index} "
+                "does not give what was counted of it when it is computed again",
+            )
+        return _write(path, content)
+
+    def _sent(self, step: Step, kept: KeptMicrobatch, tensors: KeptTensors) -> bytes:
+        """What is sent on or back of a microbatch, as it crosses the wire."""
+        runner = self._runner
+        parameter_set = runner.open_parameter_set(step)
+        slot = memoryview(bytearray(self._sizes.slot_bytes))
+        if tensors is KeptTensors.OUTPUT and self._sizes.output_bytes:
+            output = runner.output_again(parameter_set, kept)
+            return bytes(slot[: runner.codec.write_output(runner.copier.to_host(output), slot)])
+        if tensors is KeptTensors.INPUT_GRADIENT and self._sizes.input_gradient_bytes:
+            gradient = runner.input_gradient_again(parameter_set, kept)
+            assert gradient is not None, "this is not stage 0"
+            host = runner.copier.to_host(gradient)
+            return bytes(slot[: runner.codec.write_input_gradient(host, slot)])
+        raise RequestFailed("bad_input", f"stage {runner.stage_index} sends no {tensors}")
 
     def audit(
         self, step: Step, inputs: Path, computed: Path | None, claimed: Transcript | None,

@@ -231,7 +231,7 @@ class ComputeLoop:
         match request:
             case messages.SaveKept():
                 nbytes = self._auditing.save_kept(
-                    request.step, request.microbatch, Path(request.path), computed=request.computed
+                    request.step, request.microbatch, Path(request.path), request.tensors
                 )
                 return messages.KeptSaved(nbytes=nbytes)
             case messages.RunAudit():

@@ -632,16 +632,33 @@ class StageRunner:
     def compute_again(self, parameter_set: ParameterSet, kept: KeptMicrobatch) -> ComputedAgain:
         """Compute a microbatch once more from its inputs, without a trace. RequestFailed: bad_input
         for inputs that are not a microbatch of this stage, not_finite."""
-        inputs = self.codec.read_input(memoryview(kept.inputs))
-        graph = self._graph_now(parameter_set, inputs)
-        output_gradient = None
-        if not parameter_set.stage.is_last:
-            gradient = self.codec.read_gradient(memoryview(kept.output_gradient))
-            output_gradient = self.copier.to_device(gradient)
+        graph = self._graph_of(parameter_set, kept)
         input_gradient, gradients = self._differentiate(
-            graph, output_gradient, parameter_set.parameters, Weights.NOW
+            graph, self._kept_gradient(kept), parameter_set.parameters, Weights.NOW
         )
         return ComputedAgain(graph.output.detach(), input_gradient, self._computed(gradients))
+
+    def output_again(self, parameter_set: ParameterSet, kept: KeptMicrobatch) -> Tensor:
+        """The output of a microbatch once more, without a trace. RequestFailed: bad_input."""
+        inputs = self.codec.read_input(memoryview(kept.inputs))
+        return self._run_without_graph(parameter_set, inputs, None)
+
+    def input_gradient_again(
+        self, parameter_set: ParameterSet, kept: KeptMicrobatch
+    ) -> Tensor | None:
+        """The gradient of a microbatch's input once more, without a trace; None on stage 0.
+        RequestFailed: bad_input, not_finite."""
+        graph = self._graph_of(parameter_set, kept)
+        return self._differentiate(graph, self._kept_gradient(kept), [], Weights.NEVER)[0]
+
+    def _graph_of(self, parameter_set: ParameterSet, kept: KeptMicrobatch) -> Graph:
+        return self._graph_now(parameter_set, self.codec.read_input(memoryview(kept.inputs)))
+
+    def _kept_gradient(self, kept: KeptMicrobatch) -> Tensor | None:
+        """The gradient of the output on the device; None on the last stage."""
+        if self.stage.is_last:
+            return None
+        return self.copier.to_device(self.codec.read_gradient(memoryview(kept.output_gradient)))
 
     def warm_up(self) -> None:
         """Compute a microbatch of zeros without a trace, so that kernels are loaded and layers

@@ -40,7 +40,7 @@ from swarm_coordinator.core.trust.classes import Machine
 from swarm_coordinator.core.trust.whole_audits import CellSums, WholeAudit, sums_of
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
 from swarm_shared.identity.work_statements import AuditStatement
-from swarm_shared.protocol import Audit, Drop, Dropped
+from swarm_shared.protocol import Audit, AuditSources, Drop, Dropped
 from swarm_shared.trust.votes import (
     MAX_VOTERS,
     Claim,
@@ -60,6 +60,9 @@ the step's work, or four times that if all of it is audited."""
 
 DISPUTE_FACTOR = 4.0
 """Multiple of that time for which disputed audits delay it."""
+
+HIDDEN_FACTOR = 2.0
+"""The same of hidden ones: the peers beside the audited one may have been asked in vain."""
 
 MAX_WITHHELD = 3
 """Steps with audits without tensors that fit, and none that passed since, after which the next one
@@ -88,8 +91,10 @@ def counted(run: RunState, step: StepState, cell: CellKey, now: float) -> None:
         peer = run.peers[step.table[cell].peer]
         checked = run.audits.settings.check_sums
         secret = _whole_secret(run, step, peer, cell[1]) if checked else ""
-        if run.audits.draws(owner_of(peer), step.audits) or secret:
-            open_audit(run, step, cell, now, secret)
+        drawn = run.audits.draws(owner_of(peer), step.audits)
+        if drawn or secret:
+            # A member that saw all of its cells audited, or more than are drawn, would know.
+            begin_audit(run, step, audit_of(run, step, cell, now, secret, hidden=not drawn), now)
 
 
 def _whole_secret(run: RunState, step: StepState, peer: PeerState, stage: StageIndex) -> str:
@@ -126,32 +131,35 @@ def _suspect(
     step.audits.broken[microbatch] = broken
     for stage in broken:
         if (microbatch, stage) not in step.audits.open:
-            open_audit(run, step, (microbatch, stage), now)
+            begin_audit(run, step, audit_of(run, step, (microbatch, stage), now), now)
     _settle_broken(run, step, microbatch, now)
 
 
-def open_audit(
+def audit_of(
     run: RunState, step: StepState, cell: CellKey, now: float, secret: str = "",
-    asked: set[PeerId] | None = None,
-) -> bool:  # fmt: skip
-    """Begin the audit of a cell, if there is an auditor. With the owners that have been `asked`
-    before it confirms what these have stated."""
+    *, hidden: bool = False,
+) -> OpenAudit:  # fmt: skip
+    """The audit of a cell as it counts."""
     microbatch, stage = cell
     counted_cell = step.table[cell]
     peer = run.peers[counted_cell.peer]
-    audit = OpenAudit(
-        _machine(peer, stage), microbatch, owner_of(peer),
+    return OpenAudit(
+        machine_of(peer, stage), microbatch, owner_of(peer),
         Claim(counted_cell.transcript, counted_cell.loss_sum), now, peer.profile.binding,
-        secret=secret, asked=set() if asked is None else asked, confirms=asked is not None,
+        secret=secret, hidden=hidden,
     )  # fmt: skip
+
+
+def begin_audit(run: RunState, step: StepState, audit: OpenAudit, now: float) -> bool:
+    """Begin an audit, if there is an auditor."""
     candidates = _candidates(run, audit)
     if candidates:
-        step.audits.open[cell] = audit
+        step.audits.open[audit.microbatch, audit.stage] = audit
         _ask_one_of(run, step, audit, candidates, now)
     return bool(candidates)
 
 
-def _machine(peer: PeerState, stage: StageIndex) -> Machine:
+def machine_of(peer: PeerState, stage: StageIndex) -> Machine:
     return Machine(stage, peer.peer, peer.profile.device)
 
 
@@ -178,13 +186,16 @@ def _candidates(run: RunState, audit: OpenAudit) -> list[PeerState]:
 
 def _is_alike(run: RunState, audit: OpenAudit, peer: PeerState) -> bool:
     """Whether a peer is known to compute like the audited one."""
-    return run.audits.classes.alike(audit.machine, _machine(peer, audit.stage))
+    return run.audits.classes.alike(audit.machine, machine_of(peer, audit.stage))
 
 
 def _ask_one_of(
     run: RunState, step: StepState, audit: OpenAudit, candidates: list[PeerState], now: float
 ) -> None:
-    """Ask a trusted owner, or the peer with the least in hand; none while all have enough."""
+    """Ask a trusted owner, or the peer with the least in hand; none while all have enough, or
+    while cells of the peers that are to give the inputs are missing."""
+    if not _can_go_on(run, step, audit):
+        return
     busy = {peer.peer: step.audits.in_hand(peer.peer) for peer in candidates}
     free = [peer for peer in candidates if busy[peer.peer] < MAX_IN_HAND]
     if not free:
@@ -194,9 +205,10 @@ def _ask_one_of(
         peer
         for peer in free
         if owner_of(peer) in trusted
-        or run.audits.classes.has_agreed(audit.machine, _machine(peer, audit.stage))
+        or run.audits.classes.has_agreed(audit.machine, machine_of(peer, audit.stage))
     ]
-    if 0 < len(alike) < len(free) and run.audits.draw() < ALIKE_FIRST_SHARE:
+    # A whole audit has a result only if all of its auditors compute alike.
+    if alike and (audit.secret or run.audits.draw() < ALIKE_FIRST_SHARE):
         free = alike
     lots = {peer.peer: run.audits.draw() for peer in free}
     chosen = min(
@@ -229,9 +241,44 @@ def _ask(
             output_gradient=claimed.output_gradient,
             targets=claimed.output if is_last else "",
             claimed=claimed if compares else None,
+            sources=_sources(run, step, audit) if audit.hidden else None,
             secret=audit.secret or None,
         ),
     )
+
+
+def _can_go_on(run: RunState, step: StepState, audit: OpenAudit) -> bool:
+    """Whether an audit waits for no auditor, nor for the peers that are to give the inputs."""
+    return audit.order is None and not (audit.hidden and _beside(run, step, audit) is None)
+
+
+def _beside(run: RunState, step: StepState, audit: OpenAudit) -> dict[StageIndex, PeerId] | None:
+    """The peers that have counted an audited microbatch in the stages beside it; None while one has
+    not."""
+    stages = (StageIndex(audit.stage - 1), StageIndex(audit.stage + 1))
+    cells = {stage: step.table.get((audit.microbatch, stage)) for stage in stages}
+    if any(cells[stage] is None and 0 <= stage <= run.last_stage for stage in stages):
+        return None
+    return {stage: cell.peer for stage, cell in cells.items() if cell is not None}
+
+
+def _sources(run: RunState, step: StepState, audit: OpenAudit) -> AuditSources | None:
+    """Who gives the inputs of an audit which the audited peer is not to see; None if one of these
+    peers is gone."""
+    beside = _beside(run, step, audit)
+    if beside is None or not run.peers.keys() >= set(beside.values()):
+        return None
+    return AuditSources(
+        before=beside.get(StageIndex(audit.stage - 1)),
+        behind=beside.get(StageIndex(audit.stage + 1)),
+        patience_seconds=max(HOLD_SECONDS, _step_seconds(run, step)) / 2,
+    )
+
+
+def _step_seconds(run: RunState, step: StepState) -> float:
+    """What the work of the step has taken, or what the step before it took."""
+    last = run.history.last_applied
+    return held_up.pace(step) or (0.0 if last is None else last.seconds)
 
 
 # ---------------------------------------------------------------- answers
@@ -243,7 +290,7 @@ def answered(run: RunState, peer: PeerState, event: AuditAnswered, now: float) -
         for cell, audit in step.audits.open.items():
             order = audit.order
             if order is not None and (order.audit, order.auditor) == (event.audit, peer.peer):
-                if not _current(step, cell, audit):
+                if not _current(step, audit):
                     del step.audits.open[cell]
                 else:
                     _record(run, step, audit, order, event, now)
@@ -254,13 +301,18 @@ def answered(run: RunState, peer: PeerState, event: AuditAnswered, now: float) -
 def _ask_free_auditors(run: RunState, step: StepState, now: float) -> None:
     """Go on with audits that wait until a peer has less in hand."""
     for cell, audit in list(step.audits.open.items()):
-        if audit.order is None and audit is step.audits.open.get(cell):
+        if _can_go_on(run, step, audit) and audit is step.audits.open.get(cell):
             _proceed(run, step, audit, now)
 
 
-def _current(step: StepState, cell: CellKey, audit: OpenAudit) -> bool:
+def _current(step: StepState, audit: OpenAudit) -> bool:
+    """Whether an audit is to go on: what it is of still counts, or is contested."""
+    return audit.confirms or _counts(step, audit)
+
+
+def _counts(step: StepState, audit: OpenAudit) -> bool:
     """Whether the audited peer still holds the cell with the same receipt."""
-    known = step.table.get(cell)
+    known = step.table.get((audit.microbatch, audit.stage))
     return known is not None and (known.peer, known.transcript) == (
         audit.peer,
         audit.claim.transcript,
@@ -322,7 +374,7 @@ def _compare_bits(
     exact = finding(audit.claim, statement, 0.0, compared=True)
     assert exact is not None, "only a comparison is missing"
     alike = _is_alike(run, audit, auditor)
-    audit.exactly[order.auditor] = Exactly(_machine(auditor, audit.stage), exact, alike)
+    audit.exactly[order.auditor] = Exactly(machine_of(auditor, audit.stage), exact, alike)
     if found is not Finding.AGREES:
         audit.within_class = False
     elif alike and exact is not Finding.AGREES and not audit.disputed:
@@ -383,7 +435,7 @@ def _deviates(run: RunState, step: StepState, audit: OpenAudit, now: float) -> N
     else:
         run.audits.classes.forget(audit.peer)
         run.note(f"{short(audit.peer)} has left its class: {reason}", audit.peer)
-        clear_cell(run, step, (audit.microbatch, audit.stage))
+        _clear(run, step, audit)
 
 
 def _cell_text(step: StepState, audit: OpenAudit) -> str:
@@ -416,7 +468,7 @@ def _passed(run: RunState, step: StepState, audit: OpenAudit, now: float) -> Non
                 now,
             )  # fmt: skip
         elif vote.finding is Finding.WITHHELD:
-            _dispute(run, audit.peer, vote.peer, audit.opened_at, now)
+            dispute(run, audit.peer, vote.peer, audit.opened_at, now)
 
 
 def _withheld(run: RunState, step: StepState, audit: OpenAudit, now: float) -> None:
@@ -447,16 +499,22 @@ def _undecided(run: RunState, step: StepState, audit: OpenAudit, now: float) -> 
     """Clear a cell of which as many say one thing as another, at the cost of both sides."""
     for vote in audit.votes:
         if vote.finding is not Finding.AGREES:
-            _dispute(run, audit.peer, vote.peer, audit.opened_at, now)
+            dispute(run, audit.peer, vote.peer, audit.opened_at, now)
     run.note(
         f"{_cell_text(step, audit)} is computed again: {short(audit.peer)} and its auditors "
         f"contradict each other, and no majority decides",
         audit.peer,
     )
-    clear_cell(run, step, (audit.microbatch, audit.stage))
+    _clear(run, step, audit)
 
 
-def _dispute(run: RunState, one: PeerId, other: PeerId, since: float, now: float) -> None:
+def _clear(run: RunState, step: StepState, audit: OpenAudit) -> None:
+    """Clear what was audited, if it still counts."""
+    if _counts(step, audit):
+        clear_cell(run, step, (audit.microbatch, audit.stage))
+
+
+def dispute(run: RunState, one: PeerId, other: PeerId, since: float, now: float) -> None:
     peers = run.peers.get(one), run.peers.get(other)
     if peers[0] is not None and peers[1] is not None:
         held_up.dispute(run, peers[0], peers[1], since, now, now)
@@ -558,7 +616,7 @@ def _settle_broken(run: RunState, step: StepState, microbatch: MicrobatchIndex, 
     if first not in step.table or _break_at(step, first) != broken:
         return
     if len(set(holders)) == 2:
-        _dispute(run, holders[0], holders[1], step.began_at, now)
+        dispute(run, holders[0], holders[1], step.began_at, now)
     run.note(
         f"microbatch {microbatch} of step {step.step} is computed again: the receipts of stages "
         f"{broken[0]} and {broken[1]} contradict each other"
@@ -624,10 +682,11 @@ def advance(run: RunState, now: float) -> None:
     for step in run.steps.open():
         if not step.audits.open:
             continue
-        limit = max(AUDIT_SECONDS, held_up.pace(step))
+        limit = max(AUDIT_SECONDS, _step_seconds(run, step))
         for _, audit in _current_audits(run, step, now):
-            if audit.order is None or _is_overdue(run, audit.order, limit, now):
+            if audit.order is not None and _is_overdue(run, audit.order, limit, now):
                 audit.order = None
+            if _can_go_on(run, step, audit):
                 _proceed(run, step, audit, now)
 
 
@@ -638,7 +697,7 @@ def _current_audits(
     for cell, audit in list(step.audits.open.items()):
         if audit is not step.audits.open.get(cell):
             continue
-        if _current(step, cell, audit):
+        if _current(step, audit):
             yield cell, audit
         else:
             del step.audits.open[cell]
@@ -658,7 +717,8 @@ def delay_close(run: RunState, step: StepState, now: float) -> bool:
     for cell, audit in _current_audits(run, step, now):
         disputed = audit.disputed or audit.microbatch in step.audits.broken
         since = max(step.complete_at, audit.opened_at)
-        if now < since + wait * (DISPUTE_FACTOR if disputed else 1.0):
+        factor = DISPUTE_FACTOR if disputed else HIDDEN_FACTOR if audit.hidden else 1.0
+        if now < since + wait * factor:
             waiting = True
             continue
         step.audits.open.pop(cell)

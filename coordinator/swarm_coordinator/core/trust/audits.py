@@ -103,7 +103,11 @@ class OpenAudit:
     secret: str = ""
     """Of the digests that the auditor also states; empty outside of whole audits."""
     confirms: bool = False
-    """Whether it is repeated to confirm what another auditor has stated."""
+    """Whether it is repeated to confirm what another auditor has stated. It goes on when the cell
+    no longer counts."""
+    hidden: bool = False
+    """Whether the audited peer is not to see it, so that auditors get the inputs from the peers
+    beside it in the pipeline."""
     entitled: int = 0
     """Number of owners that could vote at the last count, the audited one included."""
     exactly: dict[PeerId, Exactly] = field(default_factory=dict)

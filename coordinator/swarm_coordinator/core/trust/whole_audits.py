@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from swarm_coordinator.core.trust.classes import Machine
 from swarm_coordinator.core.trust.sums import SignedSums
 from swarm_shared.base.transcript import Transcript
 from swarm_shared.base.types import LinearDigests, MicrobatchIndex, PeerId
@@ -23,6 +24,7 @@ from swarm_shared.identity.linear_digest import (
     digest_sum,
     from_text,
 )
+from swarm_shared.trust.votes import Claim
 
 Sums = tuple[int, ...]
 """Linear digests of a stage's own gradient and, at the ends of a tied model, of the tied one."""
@@ -45,8 +47,12 @@ class Contest:
     """What a member has stated, where the auditors' digests add up to something else."""
 
     stated: SignedSums
-    cells: tuple[MicrobatchIndex, ...]
-    """What it had counted."""
+    machine: Machine
+    owner: PeerId
+    binding: str
+    """The signed binding of the peer to its owner, in base64; empty if it is its own owner."""
+    claims: Mapping[MicrobatchIndex, Claim]
+    """What it had counted. It is decided even if the member leaves or reports cells as lost."""
     since: float
 
 

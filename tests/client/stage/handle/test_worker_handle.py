@@ -24,6 +24,7 @@ from swarm_client.stage.handle.liveness import Outstanding
 from swarm_client.stage.handle.slots import Output
 from swarm_client.stage.handle.worker_handle import StageWorker, open_worker
 from swarm_client.stage.protocol.errors import RequestFailed, WorkerDied
+from swarm_shared.base.transcript import KeptTensors
 from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step, Version
 from swarm_shared.model import FlatLayout, build_stage, build_whole, global_norm
 from swarm_shared.run.manifest import (
@@ -288,7 +289,7 @@ def test_callers_that_wait_when_a_worker_is_given_up_fail(namespace: str, tmp_pa
             workers_of(manifest, [0], namespace, tmp_path) as (worker,),
         ):
             os.kill(worker.pid, signal.SIGSTOP)  # so that none of these is answered
-            kept = partial(worker.save_kept, STEP, computed=False)
+            kept = partial(worker.save_kept, STEP, tensors=KeptTensors.INPUTS)
             auditors.start_soon(call, kept, MicrobatchIndex(0), tmp_path / "kept")
             for number in range(2):  # the second one waits for a slot
                 auditors.start_soon(

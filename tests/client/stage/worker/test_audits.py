@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from swarm_client.stage.worker.parameter_versions import ParameterSet
 from swarm_client.stage.worker.stage_runner import ComputedAgain, StageRunner
 from swarm_client.stage.worker.step_runner import StepRunner
 from swarm_coordinator.configuration.run_settings import TOLERANCES
+from swarm_shared.base.transcript import KeptTensors
 from swarm_shared.base.types import MicrobatchIndex, StageIndex
 from swarm_shared.codecs.tensors import round_trip
 from swarm_shared.identity.linear_digest import CHECKS_PER_SECRET, check_seed, digest_sum, from_text
@@ -51,12 +53,52 @@ def test_an_auditor_that_computes_alike_finds_the_receipts_transcript(
     receipts = through(audited, 1).transcripts()
     for peer, auditor, receipt in zip(audited, auditors, receipts, strict=True):
         inputs, computed = tmp_path / "inputs", tmp_path / "computed"
-        AuditRunner(peer).save_kept(STEP, MICROBATCH, inputs, computed=False)
-        AuditRunner(peer).save_kept(STEP, MICROBATCH, computed, computed=True)
+        AuditRunner(peer).save_kept(STEP, MICROBATCH, inputs, KeptTensors.INPUTS)
+        AuditRunner(peer).save_kept(STEP, MICROBATCH, computed, KeptTensors.COMPUTED)
         found = AuditRunner(auditor).audit(STEP, inputs, computed, receipt)
         assert found.transcript == receipt
         assert found.distance == 0.0
         assert (found.loss_sum is not None) == (peer is audited[-1])
+
+
+@pytest.mark.parametrize("codec", ["none", "int8"])
+def test_neighbours_give_to_the_bit_what_a_peer_has_received(tmp_path: Path, codec: str) -> None:
+    manifest = with_codecs(make_manifest(3), codec, codec)
+    runners = runners_of(manifest)
+    through(runners, 1)
+    sent, received = tmp_path / "sent", tmp_path / "received"
+    for before, own in itertools.pairwise(runners):
+        AuditRunner(own).save_kept(STEP, MICROBATCH, received, KeptTensors.INPUTS)
+        AuditRunner(before).save_kept(STEP, MICROBATCH, sent, KeptTensors.OUTPUT)
+        assert sent.read_bytes() == received.read_bytes()[: own.sizes.input_bytes]
+        AuditRunner(before).save_kept(STEP, MICROBATCH, received, KeptTensors.INPUTS)
+        AuditRunner(own).save_kept(STEP, MICROBATCH, sent, KeptTensors.INPUT_GRADIENT)
+        assert sent.read_bytes() == received.read_bytes()[before.sizes.request_bytes :]
+
+
+def test_an_end_stage_has_no_output_or_input_gradient_to_give(tmp_path: Path) -> None:
+    runners = runners_of(make_manifest(3))
+    through(runners, 1)
+    for runner, tensors in (
+        (runners[0], KeptTensors.INPUT_GRADIENT),
+        (runners[-1], KeptTensors.OUTPUT),
+    ):
+        with pytest.raises(RequestFailed, match=f"sends no {tensors}") as failed:
+            AuditRunner(runner).save_kept(STEP, MICROBATCH, tmp_path / "sent", tensors)
+        assert failed.value.code == "bad_input"
+
+
+@pytest.mark.parametrize("tensors", [KeptTensors.OUTPUT, KeptTensors.INPUT_GRADIENT])
+def test_a_neighbour_that_does_not_get_again_what_it_sent_gives_nothing(
+    tmp_path: Path, tensors: KeptTensors
+) -> None:
+    runner = (runners := runners_of(make_manifest(3)))[1]
+    through(runners, 1)
+    honest = runner.accumulator.transcripts[MICROBATCH]
+    other = honest.model_copy(update={tensors.value: "f" * 32})
+    runner.accumulator.transcripts[MICROBATCH] = other
+    with pytest.raises(RequestFailed, match="when it is computed again"):
+        AuditRunner(runner).save_kept(STEP, MICROBATCH, tmp_path / "sent", tensors)
 
 
 def test_an_audit_changes_neither_accumulator_nor_parameters_nor_transcripts(
@@ -70,8 +112,12 @@ def test_an_audit_changes_neither_accumulator_nor_parameters_nor_transcripts(
         through(with_audits, microbatch, microbatch=microbatch)
         for runner in with_audits:
             audits = AuditRunner(runner)
-            audits.save_kept(STEP, MICROBATCH, tmp_path / "inputs", computed=False)
-            audits.save_kept(STEP, MICROBATCH, tmp_path / "computed", computed=True)
+            audits.save_kept(STEP, MICROBATCH, tmp_path / "inputs", KeptTensors.INPUTS)
+            audits.save_kept(STEP, MICROBATCH, tmp_path / "computed", KeptTensors.COMPUTED)
+            if runner is not with_audits[-1]:
+                audits.save_kept(STEP, MICROBATCH, tmp_path / "sent", KeptTensors.OUTPUT)
+            if runner is not with_audits[0]:
+                audits.save_kept(STEP, MICROBATCH, tmp_path / "sent", KeptTensors.INPUT_GRADIENT)
             audits.audit(STEP, tmp_path / "inputs", None, None)
     for one, other in zip(with_audits, without, strict=True):
         assert torch.equal(one.accumulator.totals(), other.accumulator.totals())
@@ -85,8 +131,8 @@ def test_what_differs_is_found_and_measured_if_it_has_the_claimed_digests(tmp_pa
     audited, auditors = runners_of(manifest), runners_of(manifest)
     receipt = through(audited, 1).transcripts()[1]
     inputs, computed = tmp_path / "inputs", tmp_path / "computed"
-    AuditRunner(audited[1]).save_kept(STEP, MICROBATCH, inputs, computed=False)
-    AuditRunner(audited[1]).save_kept(STEP, MICROBATCH, computed, computed=True)
+    AuditRunner(audited[1]).save_kept(STEP, MICROBATCH, inputs, KeptTensors.INPUTS)
+    AuditRunner(audited[1]).save_kept(STEP, MICROBATCH, computed, KeptTensors.COMPUTED)
     content, zeros = computed.read_bytes(), bytes(4 * audited[1].layout.own_count)
     computed.write_bytes(zeros + content[len(zeros) :])
     unlike = AuditRunner(auditors[1]).audit(STEP, inputs, computed, receipt)
@@ -109,9 +155,9 @@ def test_a_peer_whose_second_computation_gives_something_else_shows_it_to_nobody
             update={"gradient": "f" * 32}
         )
         audits = AuditRunner(runner)
-        audits.save_kept(STEP, MICROBATCH, tmp_path / "inputs", computed=False)
+        audits.save_kept(STEP, MICROBATCH, tmp_path / "inputs", KeptTensors.INPUTS)
         with pytest.raises(RequestFailed, match="when it is computed again") as failed:
-            audits.save_kept(STEP, MICROBATCH, tmp_path / "computed", computed=True)
+            audits.save_kept(STEP, MICROBATCH, tmp_path / "computed", KeptTensors.COMPUTED)
         assert failed.value.code == "not_repeatable"
     assert not (tmp_path / "computed").exists()
 
@@ -155,8 +201,8 @@ def test_no_codec_makes_the_distance_of_unlike_machines_larger_than_their_roundi
             assert kept is not None
             audited.accumulator.contents.add(MicrobatchIndex(microbatch), kept)
             shows = AuditRunner(audited)
-            shows.save_kept(STEP, MicrobatchIndex(microbatch), inputs, computed=False)
-            shows.save_kept(STEP, MicrobatchIndex(microbatch), computed, computed=True)
+            shows.save_kept(STEP, MicrobatchIndex(microbatch), inputs, KeptTensors.INPUTS)
+            shows.save_kept(STEP, MicrobatchIndex(microbatch), computed, KeptTensors.COMPUTED)
             receipt = shows.audit(STEP, inputs, None, None).transcript
             found = AuditRunner(auditor).audit(STEP, inputs, computed, receipt)
             assert found.transcript != receipt
@@ -210,8 +256,8 @@ def test_unlike_machines_agree_within_the_tolerance_of_their_dtype(
     for audited, receipt in zip(honest, through(honest, 1).transcripts(), strict=True):
         auditor = RoundsWithin(manifest, audited.stage_index, CPU, PLENTY, PLENTY)
         shows = AuditRunner(audited)
-        shows.save_kept(STEP, MICROBATCH, inputs, computed=False)
-        shows.save_kept(STEP, MICROBATCH, computed, computed=True)
+        shows.save_kept(STEP, MICROBATCH, inputs, KeptTensors.INPUTS)
+        shows.save_kept(STEP, MICROBATCH, computed, KeptTensors.COMPUTED)
         distance = AuditRunner(auditor).audit(STEP, inputs, computed, receipt).distance
         assert distance is not None
         assert least < distance <= TOLERANCES[dtype]
@@ -225,8 +271,8 @@ def test_a_file_that_is_not_of_the_receipt_gives_no_distance(
     receipt = through(runners, 1).transcripts()[1]
     inputs, computed = tmp_path / "inputs", tmp_path / "computed"
     audits = AuditRunner(runners[1])
-    audits.save_kept(STEP, MICROBATCH, inputs, computed=False)
-    audits.save_kept(STEP, MICROBATCH, computed, computed=True)
+    audits.save_kept(STEP, MICROBATCH, inputs, KeptTensors.INPUTS)
+    audits.save_kept(STEP, MICROBATCH, computed, KeptTensors.COMPUTED)
     assert audits.audit(STEP, inputs, computed, receipt).distance == 0.0
     right = computed.read_bytes()
     computed.write_bytes(content if len(content) != 4 else right[:-4] + content)
@@ -270,7 +316,7 @@ def test_what_auditors_find_adds_up_to_what_a_member_puts_in(
         found = []
         for number in (5, 6, 7):
             inputs = tmp_path / "inputs"
-            AuditRunner(peer).save_kept(STEP, MicrobatchIndex(number), inputs, computed=False)
+            AuditRunner(peer).save_kept(STEP, MicrobatchIndex(number), inputs, KeptTensors.INPUTS)
             found.append(AuditRunner(auditor).audit(STEP, inputs, None, None, SEED).sums)
         for check in range(CHECKS_PER_SECRET):
             for index, parts in enumerate(digests_of(peer, stops, check_seed(SEED, check))):
@@ -281,7 +327,7 @@ def test_what_auditors_find_adds_up_to_what_a_member_puts_in(
 def test_sums_are_digested_only_where_they_are_exact_and_in_whole_slices(tmp_path: Path) -> None:
     runners = runners_of(averaging(make_manifest(3), "float16"))
     through(runners, 1)
-    AuditRunner(runners[0]).save_kept(STEP, MICROBATCH, tmp_path / "inputs", computed=False)
+    AuditRunner(runners[0]).save_kept(STEP, MICROBATCH, tmp_path / "inputs", KeptTensors.INPUTS)
     assert AuditRunner(runners[0]).audit(STEP, tmp_path / "inputs", None, None, SEED).sums == ()
     count = runners[0].layout.own_count
     with pytest.raises(RequestFailed, match="rounded"):
@@ -297,9 +343,9 @@ def test_only_a_microbatch_of_an_open_step_whose_inputs_are_kept_is_shown(tmp_pa
     through(runners, 1)
     audits = AuditRunner(runners[0])
     with pytest.raises(RequestFailed, match="is not kept"):
-        audits.save_kept(STEP, MicrobatchIndex(9), tmp_path / "inputs", computed=False)
+        audits.save_kept(STEP, MicrobatchIndex(9), tmp_path / "inputs", KeptTensors.INPUTS)
     with pytest.raises(RequestFailed, match="works on step"):
-        audits.save_kept(STEP + 3, MICROBATCH, tmp_path / "inputs", computed=False)
+        audits.save_kept(STEP + 3, MICROBATCH, tmp_path / "inputs", KeptTensors.INPUTS)
     runners[0].reset_step(STEP)
     with pytest.raises(RequestFailed, match="is not kept"):
-        audits.save_kept(STEP, MICROBATCH, tmp_path / "inputs", computed=False)
+        audits.save_kept(STEP, MICROBATCH, tmp_path / "inputs", KeptTensors.INPUTS)

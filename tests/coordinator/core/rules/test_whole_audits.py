@@ -21,7 +21,7 @@ from swarm_coordinator.simulator.transcripts import simulated_transcript
 from swarm_shared.base.types import Generation, PeerId, RunId, StageIndex
 from swarm_shared.identity.linear_digest import CHECKS_PER_SECRET, check_seed, to_text
 from swarm_shared.identity.work_statements import SumDigests, SumStatement
-from swarm_shared.protocol import AbortRound, Audit, Close, Refused, SumCheck
+from swarm_shared.protocol import AbortRound, Audit, Close, Refused, RoundReport, SumCheck
 
 WHOLE = AuditSettings(audit_share=2.0, probation_cells=0, check_sums=True)
 """Every cell and every member is drawn."""
@@ -209,14 +209,35 @@ def test_of_two_owners_neither_is_expelled_and_the_cells_are_computed_again() ->
     assert any("no majority decides" in note.text for note in bench.log if hasattr(note, "text"))
 
 
-def test_a_contest_ends_with_the_cells_that_it_was_about() -> None:
+def test_a_member_that_leaves_while_it_is_contested_is_judged_all_the_same() -> None:
     bench = contested()
     bench.lose("a0")
     bench.fill()
-    bench.tick(1.0)
-    assert lost(bench) == []
-    old = bench.step().audits.whole[PeerId("a0"), StageIndex(0)]
-    assert old.contest is None
+    bench.tick(0.25)
+    answer_all(bench, since=2)
+    bench.tick(0.25)
+    assert lost(bench) == ["a0"]
+
+
+def test_an_honest_member_that_leaves_while_it_is_contested_loses_nothing() -> None:
+    liar = first_auditor(filled())
+    bench = contested(part=13, false=liar)
+    bench.lose("a0")
+    bench.tick(0.25)
+    answer_all(bench, since=2, false=liar)
+    bench.tick(0.25)
+    assert set(lost(bench)) == {liar}
+
+
+def test_a_member_that_reports_its_cells_as_lost_is_judged_all_the_same() -> None:
+    bench = contested()
+    attempt = bench.sent("a0", Close, bench.log)[-1].attempt
+    bench.send("a0", RoundReport(step=1, attempt=attempt, ok=False, reason="lost", reset=True))
+    assert not list(bench.step().table.held_by(PeerId("a0")))
+    bench.tick(0.25)
+    answer_all(bench, since=2)
+    bench.tick(0.25)
+    assert lost(bench) == ["a0"]
 
 
 @pytest.mark.parametrize(

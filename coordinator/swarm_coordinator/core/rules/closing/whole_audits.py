@@ -16,13 +16,14 @@ and another one put anything into the second.
 from __future__ import annotations
 
 from swarm_coordinator.core.events import VerdictRecord
-from swarm_coordinator.core.rules import held_up, verdicts
+from swarm_coordinator.core.rules import verdicts
 from swarm_coordinator.core.state.close import Round
-from swarm_coordinator.core.state.peers import display
+from swarm_coordinator.core.state.peers import short
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.state.run import RunState
-from swarm_coordinator.core.state.step_table import CellKey, StepTable
+from swarm_coordinator.core.state.step_table import Cell, CellKey, StepTable
 from swarm_coordinator.core.state.steps import StepState
+from swarm_coordinator.core.trust.audits import OpenAudit
 from swarm_coordinator.core.trust.sums import RoundSums
 from swarm_coordinator.core.trust.whole_audits import (
     CellSums,
@@ -35,7 +36,7 @@ from swarm_coordinator.core.trust.whole_audits import (
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
 from swarm_shared.identity.linear_digest import from_text
 from swarm_shared.identity.work_statements import SumStatement
-from swarm_shared.trust.votes import MAX_VOTERS
+from swarm_shared.trust.votes import MAX_VOTERS, Claim
 
 MOST_CHECKED = 8
 """Most whole audits that one attempt to close compares: each takes a check of the sums."""
@@ -81,7 +82,12 @@ def begin_contests(
         first = [next(iter(of_cell.values())).sums for of_cell in known]
         stated = check.totals[peer]
         if total(first) != _put_in(stated.statement, len(first[0])):
-            whole.contest = Contest(stated, cells, now)
+            state = run.peers[peer]
+            claims = {m: _claim_of(step.table[m, stage]) for m in cells}
+            whole.contest = Contest(
+                stated, verdicts.machine_of(state, stage), verdicts.owner_of(state),
+                state.profile.binding, claims, now,
+            )  # fmt: skip
             wrong.append(peer)
     return wrong
 
@@ -89,6 +95,10 @@ def begin_contests(
 def _cells_of(table: StepTable, member: Member) -> tuple[MicrobatchIndex, ...]:
     peer, stage = member
     return tuple(sorted(m for m, of_stage in table.held_by(peer) if of_stage == stage))
+
+
+def _claim_of(cell: Cell) -> Claim:
+    return Claim(cell.transcript, cell.loss_sum)
 
 
 def _stated_of(
@@ -129,25 +139,24 @@ def _audit_anew(
     known = step.audits.open.get(cell)
     if known is not None and (known.votes or known.secret == whole.secret):
         return False
-    return verdicts.open_audit(run, step, cell, now, whole.secret)
+    audit = verdicts.audit_of(run, step, cell, now, whole.secret, hidden=True)
+    return verdicts.begin_audit(run, step, audit, now)
 
 
 # ---------------------------------------------------------------- contests
 
 
 def settle_contests(run: RunState, step: StepState, now: float) -> bool:
-    """Conclude the contests of a complete step; whether the close waits for one."""
+    """Conclude the contests of a step that has been complete; whether the close waits for one."""
     if step.complete_at is None or run.phase is not RunPhase.COLLECT:
         return False
     waiting = False
     for member, whole in list(step.audits.whole.items()):
-        if whole.contest is None:
+        contest = whole.contest
+        if contest is None:
             continue
-        cells = _cells_of(step.table, member)
-        known = {m: _stated_of(step, member, whole, m) for m in cells}
-        if whole.contest.cells != cells or not all(known.values()):
-            whole.contest = None  # what was contested no longer counts
-        elif _proceed(run, step, member, whole, whole.contest, known, now):
+        known = {m: whole.of_receipt(m, one.transcript) for m, one in contest.claims.items()}
+        if _proceed(run, step, member, whole, contest, known, now):
             waiting = True
         else:
             whole.contest = None
@@ -159,11 +168,10 @@ def _proceed(
     known: Known, now: float,
 ) -> bool:  # fmt: skip
     """Conclude a contest, or have its cells audited once more; whether the close waits for it."""
-    peer, stage = member
-    owner = verdicts.owner_of(run.peers[peer])
+    stage = member[1]
     trusted = run.audits.settings.trusted_owners
     voters = {voter for of_cell in known.values() for voter in of_cell}
-    entitled = len(verdicts.electorate(run, stage, owner) | voters) + 1
+    entitled = len(verdicts.electorate(run, stage, contest.owner) | voters) + 1
     needed = min(entitled, MAX_VOTERS) // 2 + 1
     parts = len(next(iter(next(iter(known.values())).values())).sums)
     put_in = _put_in(contest.stated.statement, parts)
@@ -176,12 +184,14 @@ def _proceed(
                     del whole.cells[microbatch][owner]
         return False
     waiting = False
-    for microbatch in contest.cells:
-        cell = (microbatch, stage)
+    for microbatch, claim in contest.claims.items():
         asked = whole.asked.setdefault(microbatch, set(known[microbatch]))
-        if cell in step.audits.open or verdicts.open_audit(
-            run, step, cell, now, whole.secret, asked
-        ):
+        audit = OpenAudit(
+            contest.machine, microbatch, contest.owner, claim, now, contest.binding,
+            secret=whole.secret, asked=asked, confirms=True, hidden=True,
+        )  # fmt: skip
+        is_open = (microbatch, stage) in step.audits.open
+        if is_open or verdicts.begin_audit(run, step, audit, now):
             waiting = True
     if not waiting:
         _undecided(run, step, member, known, contest, now)
@@ -192,17 +202,18 @@ def _undecided(
     run: RunState, step: StepState, member: Member, known: Known, contest: Contest, now: float
 ) -> None:
     """Clear what a member has counted that an auditor contradicts and no other one can judge."""
-    peer = run.peers[member[0]]
+    peer, stage = member
     for auditor in sorted({one.auditor for of_cell in known.values() for one in of_cell.values()}):
-        if auditor in run.peers:
-            held_up.dispute(run, peer, run.peers[auditor], contest.since, now, now)
+        verdicts.dispute(run, peer, auditor, contest.since, now)
     run.note(
-        f"what {display(peer)} counted in step {step.step} is computed again: it and its auditors "
+        f"what {short(peer)} counted in step {step.step} is computed again: it and its auditors "
         f"contradict each other in the sum, and no majority decides",
-        peer.peer,
+        peer,
     )
-    for microbatch in contest.cells:
-        verdicts.clear_cell(run, step, (microbatch, member[1]))
+    for microbatch, claim in contest.claims.items():
+        cell = step.table.get((microbatch, stage))
+        if cell is not None and (cell.peer, _claim_of(cell)) == (peer, claim):
+            verdicts.clear_cell(run, step, (microbatch, stage))
 
 
 def _conclude(
@@ -216,7 +227,7 @@ def _conclude(
     if found != _put_in(contest.stated.statement, len(found)):
         record = VerdictRecord(
             step=step.step, microbatch=None, stage=stage, peer=peer,
-            owner=verdicts.owner_of(run.peers[peer]), audited=peer,
+            owner=contest.owner, audited=peer,
             reason="it put something else into its average than the sum of what it counted",
             void_after=Step(0), statements=(contest.stated.envelope, *evidence),
         )  # fmt: skip

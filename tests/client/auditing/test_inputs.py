@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swarm_client.auditing.auditor import inputs_fit
+from swarm_client.auditing.inputs import inputs_fit
 from swarm_client.stage.protocol.slot_sizes import SlotSizes
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
 from swarm_shared.identity.work_statements import wire_digest
