@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from kits.swarm_world import sums
 from swarm_coordinator.core import events
-from swarm_coordinator.core.trust.audits import AuditBook, AuditSettings
+from swarm_coordinator.core.trust.audits import AuditBook, AuditSettings, StepAudits
 from swarm_coordinator.simulator.transcripts import simulated_transcript
 from swarm_shared.base.transcript import Transcript
-from swarm_shared.base.types import MicrobatchIndex, RunId, StageIndex, Step
+from swarm_shared.base.types import MicrobatchIndex, PeerId, RunId, StageIndex, Step
 from swarm_shared.identity.work_statements import AuditStatement
 from swarm_shared.protocol import Audit, Drop, Dropped
 
@@ -37,7 +37,16 @@ def book(world: World) -> AuditBook:
         check_sums=options.check_sums,
         rolls_back=options.rolls_back,
     )
-    return AuditBook(settings, world.rng.random)
+    kind = WholeAuditsOnly if options.hidden_only else AuditBook
+    return kind(settings, world.rng.random)
+
+
+class WholeAuditsOnly(AuditBook):
+    """Audits that draw no cell, so that no audited peer sees one."""
+
+    def draws(self, owner: PeerId, open_audits: StepAudits) -> bool:
+        super().draws(owner, open_audits)
+        return False
 
 
 def transcript(stage: Stage, step: int, microbatch: int, variant: int) -> Transcript:
@@ -92,12 +101,12 @@ def _answer(peer: SimPeer, message: Audit, statement: AuditStatement | None) -> 
 def _state(stage: Stage, message: Audit) -> AuditStatement:
     peer, world = stage.peer, stage.peer.world
     audited = world.peers[message.peer]
-    there = audited.holding
-    claimed = (
-        there.worker.transcript(message.step, message.microbatch)
-        if there is not None and there.index == message.stage and audited.alive and not audited.hung
-        else None
-    )
+    given = _given_by_neighbours(world, message)
+    if not given:
+        audited.shown.add((int(message.step), int(message.microbatch)))
+    claimed = None
+    if not given or message.claimed is not None:
+        claimed = _shown(world, message.peer, message.stage, message)
     variant = peer.machine
     lies = peer.lies and world.rng.random() < FALSE_STATEMENT_SHARE
     computed = transcript(stage, message.step, message.microbatch, LIE if lies else variant)
@@ -107,10 +116,38 @@ def _state(stage: Stage, message: Audit) -> AuditStatement:
     return AuditStatement(
         run=RunId("run"), generation=peer.generation, audit=message.audit, step=message.step,
         microbatch=message.microbatch, stage=message.stage, peer=message.peer, auditor=peer.id,
-        transcript=computed if claimed is not None else None,
+        transcript=computed if given or claimed is not None else None,
         loss_sum=stage.loss(message.step, message.microbatch), distance=distance,
         sums=sums.of_cell(peer, message) if message.secret is not None else (),
     )  # fmt: skip
+
+
+def _given_by_neighbours(world: World, message: Audit) -> bool:
+    """Whether the peers beside the audited one give the inputs."""
+    sources = message.sources
+    if sources is None:
+        return False
+    world.counts["hidden audits"] += 1
+    for peer, further in ((sources.before, -1), (sources.behind, 1)):
+        stage = StageIndex(message.stage + further)
+        found = None if peer is None else _shown(world, peer, stage, message)
+        if peer is not None and (
+            found is None
+            or (further < 0 and found.output != message.input)
+            or (further > 0 and found.input_gradient != message.output_gradient)
+        ):
+            world.counts["neighbours failed"] += 1
+            return False
+    return True
+
+
+def _shown(world: World, peer: PeerId, stage: StageIndex, message: Audit) -> Transcript | None:
+    """What a peer has counted of a microbatch in a stage; None if it shows nothing."""
+    holder = world.peers[peer]
+    there = holder.holding
+    if there is None or there.index != stage or not holder.alive or holder.hung:
+        return None
+    return there.worker.transcript(message.step, message.microbatch)
 
 
 def claimed_lie(stage: Stage, message: Audit) -> bool:

@@ -80,6 +80,8 @@ class Options:
     """Number of peers that count gradients other than they should, and state wrong audits."""
     check_sums: bool = False
     """Whether averages are exact, and checked."""
+    hidden_only: bool = False
+    """Whether cells are audited only with all others of their member."""
     alike: bool = False
     """Whether all machines compute alike, to the bit, although cells are audited."""
     sum_lies: tuple[SumLie, ...] = ()

@@ -44,6 +44,8 @@ class SimPeer:
         """Machines of the same number compute alike, to the bit."""
         self.lies = False
         self.sum_lie = SumLie.NONE
+        self.shown: set[tuple[int, int]] = set()
+        """Steps and microbatches whose inputs it has given to auditors."""
         self.told_secret = ""
         """The newest secret in an order to audit."""
         self.alive = self.leaving = self.gone = self.hung = False
@@ -289,6 +291,8 @@ class SimPeer:
             ):
                 if self.holding is not None:
                     self.holding.report(lambda close: close.order(message))
+                if self.sum_lie is SumLie.LEAVES and isinstance(message, protocol.AbortRound):
+                    self.kill()
             case protocol.Drop():
                 audits.drop(self, message)
             case protocol.Audit():

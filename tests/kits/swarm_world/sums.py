@@ -46,6 +46,8 @@ class SumLie(StrEnum):
     STATES_OTHER_RESULT = "states that it took out something else"
     STATES_NO_SUM = "its slices do not add up to its totals"
     ADDS = "puts in more than what it counts, and states that it put it in"
+    WATCHES = "the same, unless auditors have asked it for the inputs of all that counts"
+    LEAVES = "the same, and leaves as soon as an attempt to close is aborted"
     FALSE_AUDITS = "states other digests of what it audits"
     FORGES = "changes the sum of its slice so that digests stay, if an order to audit has a secret"
     IDLE_ADDS = "puts something in although nothing of it counts"
@@ -121,8 +123,21 @@ def taken_out(world: World, members: tuple[PeerId, ...], total: Gradient, by: Pe
 
 def put_in(peer: SimPeer, own: Gradient) -> Gradient:
     """What a member puts into an all-reduce."""
-    adds = peer.sum_lie is (SumLie.ADDS if own else SumLie.IDLE_ADDS)
-    return own + Counter([(0, -1)]) if adds else own
+    lies = _ADDS if own else (SumLie.IDLE_ADDS,)
+    if peer.sum_lie not in lies or (peer.sum_lie is SumLie.WATCHES and _sees_all(peer, own)):
+        return own
+    peer.world.counts["added"] += 1
+    return own + Counter([(0, -1)])
+
+
+_ADDS = (SumLie.ADDS, SumLie.WATCHES, SumLie.LEAVES)
+
+
+def _sees_all(peer: SimPeer, own: Gradient) -> bool:
+    """Whether auditors have asked a peer for the inputs of all that counts."""
+    assert peer.holding is not None
+    step = peer.holding.account.step
+    return all((step, microbatch) in peer.shown for _, microbatch in own)
 
 
 def of_cell(peer: SimPeer, order: Audit) -> tuple[tuple[str, ...], ...]:

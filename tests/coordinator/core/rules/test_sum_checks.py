@@ -24,7 +24,9 @@ from swarm_shared.identity.linear_digest import to_text
 from swarm_shared.identity.work_statements import SumDigests, SumStatement
 from swarm_shared.protocol import AbortRound, Apply, Close, Refused, SumCheck
 
-OF_WHOLE_AUDITS = (SumLie.ADDS, SumLie.FALSE_AUDITS, SumLie.FORGES)
+OF_WHOLE_AUDITS = (
+    SumLie.ADDS, SumLie.WATCHES, SumLie.LEAVES, SumLie.FALSE_AUDITS, SumLie.FORGES,
+)  # fmt: skip
 LIES = [lie for lie in SumLie if lie and lie not in OF_WHOLE_AUDITS]
 """Those that a check of sums is for; the others are the matter of whole audits."""
 

@@ -369,6 +369,29 @@ def test_a_member_cannot_add_to_its_sum_behind_an_attempt_that_another_liar_has_
     assert aborts > 0
 
 
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_a_member_that_watches_its_auditors_does_not_see_a_whole_audit(stages: int) -> None:
+    """The inputs come from the peers beside it; it sees what it sees without whole audits."""
+    added = 0
+    for seed in range(4):
+        world = audited_world(SumLie.WATCHES, seed, stages, hidden_only=True)
+        assert lies_of(world) <= {"peer0"}
+        assert world.counts["hidden audits"] > 0
+        if world.counts["added"]:
+            added += 1
+            assert lies_of(world) == {"peer0"}
+    assert added > 0
+
+
+def test_a_member_that_leaves_when_its_sum_is_doubted_is_judged_in_its_absence() -> None:
+    found = set[str]()
+    for seed in range(4):
+        world = audited_world(SumLie.LEAVES, seed, hidden_only=bool(seed % 2))
+        found |= lies_of(world)
+        assert world.counts["added"] > 0
+    assert found == {"peer0"}
+
+
 def test_an_auditor_that_knows_the_seed_of_a_member_cannot_hand_out_another_sum() -> None:
     forged = 0
     for seed in range(8):
