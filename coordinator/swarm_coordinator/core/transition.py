@@ -76,8 +76,8 @@ from swarm_coordinator.core.rules import (
     state_transfer,
     step_close,
     step_start,
-    verdicts,
 )
+from swarm_coordinator.core.rules.auditing import cleared_cells, verdicts
 from swarm_coordinator.core.rules.closing import time_limits, whole_audits
 from swarm_coordinator.core.rules.release import Release, release
 from swarm_coordinator.core.state.checkpoints import CheckpointState
@@ -332,7 +332,7 @@ def _message(run: RunState, peer: PeerState, event: MessageReceived, now: float)
     elif isinstance(message, SnapshotFailed):
         checkpoints.snapshot_failed(run, peer, message, now)
     elif isinstance(message, Dropped):
-        verdicts.dropped(run, peer, message)
+        cleared_cells.dropped(run, peer, message)
     elif isinstance(message, Leaving) and not peer.leaving:
         run.peers.set_leaving(peer, now)
         run.roster.dirty = True

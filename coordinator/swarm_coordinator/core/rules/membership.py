@@ -14,8 +14,8 @@ from swarm_coordinator.core.rules import (
     roster,
     round_membership,
     state_transfer,
-    verdicts,
 )
+from swarm_coordinator.core.rules.auditing import cleared_cells
 from swarm_coordinator.core.rules.release import Release, release
 from swarm_coordinator.core.state.peers import (
     PeerProfile,
@@ -86,7 +86,7 @@ def attach(run: RunState, event: PeerAttached, now: float) -> None:
             heartbeat_seconds=roster.heartbeat_seconds(run),
         ),
     )
-    verdicts.repeat_drops(run, event.peer)
+    cleared_cells.repeat_drops(run, event.peer)
     if held is not None and missed is not None:
         _send_missed_apply(run, peer, held, missed, now)
         peer.early_receipts = {

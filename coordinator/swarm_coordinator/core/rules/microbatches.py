@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from swarm_coordinator.core.events import LeaseResolved
-from swarm_coordinator.core.rules import verdicts
+from swarm_coordinator.core.rules.auditing import cleared_cells, verdicts
 from swarm_coordinator.core.state.leases import LeaseState
 from swarm_coordinator.core.state.peers import PeerPhase, PeerState, short
 from swarm_coordinator.core.state.phases import RunPhase
@@ -256,7 +256,7 @@ def _enter(run: RunState, receipt: Receipt, now: float) -> bool:
     ):
         # Its sender chose other data; the peer is to take them out, and may count it again.
         run.statistics.reject(Rejection.OTHER_DATA)
-        verdicts.drop(run, step, cell, receipt.peer)
+        cleared_cells.drop(run, step, cell, receipt.peer)
         return False
     if (*cell, receipt.peer) in step.audits.dropping:
         return False  # of the computation that it is taking out

@@ -9,7 +9,8 @@ what its average contains.
 
 from __future__ import annotations
 
-from swarm_coordinator.core.rules import microbatches, state_transfer, verdicts
+from swarm_coordinator.core.rules import microbatches, state_transfer
+from swarm_coordinator.core.rules.auditing import cleared_cells
 from swarm_coordinator.core.state.close import Round
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.state.run import RunState, enter_phase
@@ -85,7 +86,7 @@ def retract(run: RunState, now: float) -> None:
         if wrong or any(stage in found.stages for _, stage in cells):
             abort(run, found, "an audit found wrong what its average contains", now, of_loss=True)
     for cell in sorted(cells):
-        verdicts.clear_cell(run, step, cell)
+        cleared_cells.clear_cell(run, step, cell)
 
 
 def rejoin(run: RunState, peer: PeerId, stage: StageIndex, averaged_attempt: int | None) -> None:

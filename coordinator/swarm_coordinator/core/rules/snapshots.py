@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from swarm_coordinator.core.rules.verdicts import owner_of
 from swarm_coordinator.core.state.checkpoints import SnapshotFile, StageSnapshots
-from swarm_coordinator.core.state.peers import PeerPhase, PeerState
+from swarm_coordinator.core.state.peers import PeerPhase, PeerState, owner_of
 from swarm_coordinator.core.state.run import RunState
 from swarm_coordinator.core.state.utilisation import Rejection
 from swarm_coordinator.core.trust.majority import Decision, Statement

@@ -13,9 +13,8 @@ from itertools import chain
 from typing import Literal
 
 from swarm_coordinator.core.rules import held_up, snapshots
-from swarm_coordinator.core.rules.verdicts import owner_of
 from swarm_coordinator.core.state.checkpoints import StageSnapshots
-from swarm_coordinator.core.state.peers import PeerState, StageTransfer, display
+from swarm_coordinator.core.state.peers import PeerState, StageTransfer, display, owner_of
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.state.run import RunState
 from swarm_coordinator.core.state.utilisation import Rejection

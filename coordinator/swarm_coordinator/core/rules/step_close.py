@@ -34,9 +34,8 @@ from swarm_coordinator.core.rules import (
 )
 from swarm_coordinator.core.rules.closing import exclusions, step_times, sum_checks, time_limits
 from swarm_coordinator.core.rules.release import Release, release
-from swarm_coordinator.core.rules.verdicts import owner_of
 from swarm_coordinator.core.state.close import CloseState, Round, SquaredNorms
-from swarm_coordinator.core.state.peers import PeerPhase, PeerState, short
+from swarm_coordinator.core.state.peers import PeerPhase, PeerState, owner_of, short
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.state.run import RunState, enter_phase
 from swarm_coordinator.core.state.steps import RelayedFailure, StepState

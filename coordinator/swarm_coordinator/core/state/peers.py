@@ -195,3 +195,8 @@ def display(peer: PeerState) -> str:
     """A peer's name and short ID, for texts."""
     name = peer.profile.name
     return f"{name} ({short(peer.peer)})" if name else short(peer.peer)
+
+
+def owner_of(peer: PeerState) -> PeerId:
+    """The owner of a peer: itself, unless it has shown another one's binding."""
+    return peer.profile.owner or peer.peer

@@ -1,6 +1,6 @@
 """Audits of a run: settings, the draw, and the audits in progress.
 
-Values and pure decisions; `swarm_coordinator.core.rules.verdicts` sends the orders and carries out
+Values and pure decisions; `swarm_coordinator.core.rules.auditing` sends the orders and carries out
 verdicts (docs/decisions, number 0036).
 """
 

@@ -22,7 +22,7 @@ from swarm_coordinator.core.events import (
     StandingsRecord,
     VerdictRecord,
 )
-from swarm_coordinator.core.rules import verdicts
+from swarm_coordinator.core.rules.auditing import verdicts
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.trust.audits import MAX_IN_HAND, AuditBook, AuditSettings
 from swarm_coordinator.core.trust.samples import SampledTokens

@@ -8,8 +8,7 @@ from __future__ import annotations
 from swarm_coordinator.core.rules import held_up
 from swarm_coordinator.core.rules.release import Release, release
 from swarm_coordinator.core.rules.round_membership import ABORT_BACKOFF_SECONDS
-from swarm_coordinator.core.rules.verdicts import owner_of
-from swarm_coordinator.core.state.peers import PeerState, short
+from swarm_coordinator.core.state.peers import PeerState, owner_of, short
 from swarm_coordinator.core.state.run import RunState
 from swarm_coordinator.core.state.steps import StepState
 from swarm_shared.base.types import PeerId

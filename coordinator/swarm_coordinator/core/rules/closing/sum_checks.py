@@ -2,8 +2,8 @@
 
 Part of the pure core (docs/decisions, number 0036). The check follows the last report: everything
 is exchanged by then, so that no member knows the seed of the digests before. What the digests show
-is the matter of `swarm_coordinator.core.trust.sums`. It is made under a seed that nobody knew, and
-then under that of each member that is audited whole, which its auditors know
+is the matter of `swarm_coordinator.core.trust.sums`. It is made under a seed that no peer knew, and
+then under that of each member that is audited whole, which the auditors know
 (`swarm_coordinator.core.rules.closing.whole_audits`).
 """
 
@@ -12,10 +12,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from swarm_coordinator.core.events import SumsStated, VerdictRecord
-from swarm_coordinator.core.rules import held_up, round_membership, verdicts
+from swarm_coordinator.core.rules import held_up, round_membership
+from swarm_coordinator.core.rules.auditing import verdicts
 from swarm_coordinator.core.rules.closing import exclusions, whole_audits
 from swarm_coordinator.core.state.close import Round
-from swarm_coordinator.core.state.peers import PeerState, short
+from swarm_coordinator.core.state.peers import PeerState, owner_of, short
 from swarm_coordinator.core.state.run import RunState
 from swarm_coordinator.core.state.steps import StepState
 from swarm_coordinator.core.state.waiting import stage_names
@@ -113,7 +114,7 @@ def advance(run: RunState, step: StepState, found: Round, now: float) -> bool:
 
 def _conclude(run: RunState, step: StepState, found: Round, check: RoundSums, now: float) -> None:
     """Abort a round whose sums do not agree, with consequences for those that made it so."""
-    owners = {peer: verdicts.owner_of(run.peers[peer]) for peer in found.members}
+    owners = {peer: owner_of(run.peers[peer]) for peer in found.members}
     shown = sums.findings(check, owners, run.audits.entitled)
     since = found.began_at
     _abort(run, found, now)
@@ -145,7 +146,7 @@ def _convict(
     everyones = [one for other in sorted(check.shares) for one in check.evidence(other)]
     record = VerdictRecord(
         step=step.step, microbatch=None, stage=found.members[peer], peer=peer,
-        owner=verdicts.owner_of(state), audited=peer, reason=lie, void_after=Step(0),
+        owner=owner_of(state), audited=peer, reason=lie, void_after=Step(0),
         statements=tuple(everyones),
     )  # fmt: skip
     verdicts.convict(run, record, now)

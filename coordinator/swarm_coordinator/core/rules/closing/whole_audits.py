@@ -1,24 +1,25 @@
 """Whole audits in a close: a member's sum is compared with what auditors computed of its cells.
 
 Part of the pure core (docs/decisions, number 0036). Which members are audited whole is drawn with
-their first cell (`swarm_coordinator.core.rules.verdicts`). Where one auditor's digests contradict
-the member, either may have lied: the round is aborted, and other owners audit the same cells until
-as many as decide an audit have stated the same.
+their first cell (`swarm_coordinator.core.rules.auditing.verdicts`). Where one auditor's digests
+contradict the member, either may have lied: the round is aborted, and other owners audit the same
+cells until as many as decide an audit have stated the same. A member that leaves meanwhile is
+judged in its absence.
 
 A member's part is compared under a seed of its own, which its auditors learn with their orders. The
-sums are checked under another one first, which is drawn after they are exchanged: an auditor could
-hand out a false sum otherwise whose digest is right, as a member of the round itself. Where no
-member is audited whole the second seed is drawn, too: no member knows whether it is of somebody's
-audit. Every attempt to close has seeds of its own: otherwise one liar could fail the first attempt,
-and another one put anything into the second.
+sums are checked under another one first, which is drawn after they are exchanged: an auditor is a
+member of the round, too, and could hand out a false sum whose digest is right under a seed that it
+knows. Where no member is audited whole the second seed is drawn as well, so that none knows whether
+one is. Every attempt to close has seeds of its own: otherwise one liar could fail the first
+attempt, and another one put anything into the second.
 """
 
 from __future__ import annotations
 
 from swarm_coordinator.core.events import VerdictRecord
-from swarm_coordinator.core.rules import verdicts
+from swarm_coordinator.core.rules.auditing import auditors, cleared_cells, verdicts
 from swarm_coordinator.core.state.close import Round
-from swarm_coordinator.core.state.peers import short
+from swarm_coordinator.core.state.peers import owner_of, short
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.state.run import RunState
 from swarm_coordinator.core.state.step_table import Cell, CellKey, StepTable
@@ -85,7 +86,7 @@ def begin_contests(
             state = run.peers[peer]
             claims = {m: _claim_of(step.table[m, stage]) for m in cells}
             whole.contest = Contest(
-                stated, verdicts.machine_of(state, stage), verdicts.owner_of(state),
+                stated, auditors.machine_of(state, stage), owner_of(state),
                 state.profile.binding, claims, now,
             )  # fmt: skip
             wrong.append(peer)
@@ -171,7 +172,7 @@ def _proceed(
     stage = member[1]
     trusted = run.audits.settings.trusted_owners
     voters = {voter for of_cell in known.values() for voter in of_cell}
-    entitled = len(verdicts.electorate(run, stage, contest.owner) | voters) + 1
+    entitled = len(auditors.electorate(run, stage, contest.owner) | voters) + 1
     needed = min(entitled, MAX_VOTERS) // 2 + 1
     parts = len(next(iter(next(iter(known.values())).values())).sums)
     put_in = _put_in(contest.stated.statement, parts)
@@ -213,7 +214,7 @@ def _undecided(
     for microbatch, claim in contest.claims.items():
         cell = step.table.get((microbatch, stage))
         if cell is not None and (cell.peer, _claim_of(cell)) == (peer, claim):
-            verdicts.clear_cell(run, step, (microbatch, stage))
+            cleared_cells.clear_cell(run, step, (microbatch, stage))
 
 
 def _conclude(

@@ -22,7 +22,8 @@ from swarm_coordinator.core.events import (
     VerdictRecord,
 )
 from swarm_coordinator.core.rules import held_up
-from swarm_coordinator.core.state.peers import PeerState, display, short
+from swarm_coordinator.core.rules.auditing import auditors, cleared_cells
+from swarm_coordinator.core.state.peers import PeerState, display, owner_of, short
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.state.run import RunState
 from swarm_coordinator.core.state.step_table import CellKey
@@ -30,19 +31,14 @@ from swarm_coordinator.core.state.steps import StepState
 from swarm_coordinator.core.state.utilisation import Rejection
 from swarm_coordinator.core.trust import chains
 from swarm_coordinator.core.trust.audits import (
-    ALIKE_FIRST_SHARE,
-    MAX_IN_HAND,
     Exactly,
     OpenAudit,
     Order,
 )
-from swarm_coordinator.core.trust.classes import Machine
 from swarm_coordinator.core.trust.whole_audits import CellSums, WholeAudit, sums_of
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
 from swarm_shared.identity.work_statements import AuditStatement
-from swarm_shared.protocol import Audit, AuditSources, Drop, Dropped
 from swarm_shared.trust.votes import (
-    MAX_VOTERS,
     Claim,
     Finding,
     Outcome,
@@ -71,11 +67,6 @@ expels an owner."""
 REFUSED_SECONDS = 3600.0
 """Seconds for which the owner of a lost audit is refused, unless its machine passes a self-test;
 the second one bans it."""
-
-
-def owner_of(peer: PeerState) -> PeerId:
-    """The owner of a peer: itself, unless it has shown another one's binding."""
-    return peer.profile.owner or peer.peer
 
 
 # ---------------------------------------------------------------- draws and chains
@@ -144,7 +135,7 @@ def audit_of(
     counted_cell = step.table[cell]
     peer = run.peers[counted_cell.peer]
     return OpenAudit(
-        machine_of(peer, stage), microbatch, owner_of(peer),
+        auditors.machine_of(peer, stage), microbatch, owner_of(peer),
         Claim(counted_cell.transcript, counted_cell.loss_sum), now, peer.profile.binding,
         secret=secret, hidden=hidden,
     )  # fmt: skip
@@ -152,133 +143,11 @@ def audit_of(
 
 def begin_audit(run: RunState, step: StepState, audit: OpenAudit, now: float) -> bool:
     """Begin an audit, if there is an auditor."""
-    candidates = _candidates(run, audit)
+    candidates = auditors.candidates(run, audit)
     if candidates:
         step.audits.open[audit.microbatch, audit.stage] = audit
-        _ask_one_of(run, step, audit, candidates, now)
+        auditors.ask_one_of(run, step, audit, candidates, now)
     return bool(candidates)
-
-
-def machine_of(peer: PeerState, stage: StageIndex) -> Machine:
-    return Machine(stage, peer.peer, peer.profile.device)
-
-
-def electorate(run: RunState, stage: StageIndex, owner: PeerId) -> frozenset[PeerId]:
-    """The owners that may judge another one of the stage."""
-    owners = {owner_of(peer) for peer in run.peers.ready(stage)}
-    return run.audits.entitled(owners, owner)
-
-
-def _candidates(run: RunState, audit: OpenAudit) -> list[PeerState]:
-    """The peers that may audit it, of owners that have not been asked."""
-    if len(audit.asked) >= MAX_VOTERS:
-        return []
-    entitled = electorate(run, audit.stage, audit.owner) - audit.asked
-    return [
-        peer
-        for peer in run.peers.ready(audit.stage)
-        if owner_of(peer) in entitled
-        and not peer.paused
-        and not peer.leaving
-        and (not audit.within_class or _is_alike(run, audit, peer))
-    ]
-
-
-def _is_alike(run: RunState, audit: OpenAudit, peer: PeerState) -> bool:
-    """Whether a peer is known to compute like the audited one."""
-    return run.audits.classes.alike(audit.machine, machine_of(peer, audit.stage))
-
-
-def _ask_one_of(
-    run: RunState, step: StepState, audit: OpenAudit, candidates: list[PeerState], now: float
-) -> None:
-    """Ask a trusted owner, or the peer with the least in hand; none while all have enough, or
-    while cells of the peers that are to give the inputs are missing."""
-    if not _can_go_on(run, step, audit):
-        return
-    busy = {peer.peer: step.audits.in_hand(peer.peer) for peer in candidates}
-    free = [peer for peer in candidates if busy[peer.peer] < MAX_IN_HAND]
-    if not free:
-        return
-    trusted = run.audits.settings.trusted_owners
-    alike = [
-        peer
-        for peer in free
-        if owner_of(peer) in trusted
-        or run.audits.classes.has_agreed(audit.machine, machine_of(peer, audit.stage))
-    ]
-    # A whole audit has a result only if all of its auditors compute alike.
-    if alike and (audit.secret or run.audits.draw() < ALIKE_FIRST_SHARE):
-        free = alike
-    lots = {peer.peer: run.audits.draw() for peer in free}
-    chosen = min(
-        free, key=lambda peer: (owner_of(peer) not in trusted, busy[peer.peer], lots[peer.peer])
-    )
-    _ask(run, step, audit, chosen, now)
-
-
-def _ask(
-    run: RunState, step: StepState, audit: OpenAudit, auditor: PeerState, now: float,
-    *, compares: bool = False,
-) -> None:  # fmt: skip
-    run.audits.last_audit += 1
-    audit.order = Order(
-        run.audits.last_audit, auditor.peer, owner_of(auditor), now, compares,
-        auditor.profile.binding,
-    )  # fmt: skip
-    audit.asked.add(owner_of(auditor))
-    claimed = audit.claim.transcript
-    is_last = audit.stage == run.manifest.stage_count - 1
-    run.send(
-        auditor.peer,
-        Audit(
-            audit=run.audits.last_audit,
-            step=step.step,
-            microbatch=audit.microbatch,
-            stage=audit.stage,
-            peer=audit.peer,
-            input=claimed.input,
-            output_gradient=claimed.output_gradient,
-            targets=claimed.output if is_last else "",
-            claimed=claimed if compares else None,
-            sources=_sources(run, step, audit) if audit.hidden else None,
-            secret=audit.secret or None,
-        ),
-    )
-
-
-def _can_go_on(run: RunState, step: StepState, audit: OpenAudit) -> bool:
-    """Whether an audit waits for no auditor, nor for the peers that are to give the inputs."""
-    return audit.order is None and not (audit.hidden and _beside(run, step, audit) is None)
-
-
-def _beside(run: RunState, step: StepState, audit: OpenAudit) -> dict[StageIndex, PeerId] | None:
-    """The peers that have counted an audited microbatch in the stages beside it; None while one has
-    not."""
-    stages = (StageIndex(audit.stage - 1), StageIndex(audit.stage + 1))
-    cells = {stage: step.table.get((audit.microbatch, stage)) for stage in stages}
-    if any(cells[stage] is None and 0 <= stage <= run.last_stage for stage in stages):
-        return None
-    return {stage: cell.peer for stage, cell in cells.items() if cell is not None}
-
-
-def _sources(run: RunState, step: StepState, audit: OpenAudit) -> AuditSources | None:
-    """Who gives the inputs of an audit which the audited peer is not to see; None if one of these
-    peers is gone."""
-    beside = _beside(run, step, audit)
-    if beside is None or not run.peers.keys() >= set(beside.values()):
-        return None
-    return AuditSources(
-        before=beside.get(StageIndex(audit.stage - 1)),
-        behind=beside.get(StageIndex(audit.stage + 1)),
-        patience_seconds=max(HOLD_SECONDS, _step_seconds(run, step)) / 2,
-    )
-
-
-def _step_seconds(run: RunState, step: StepState) -> float:
-    """What the work of the step has taken, or what the step before it took."""
-    last = run.history.last_applied
-    return held_up.pace(step) or (0.0 if last is None else last.seconds)
 
 
 # ---------------------------------------------------------------- answers
@@ -301,7 +170,7 @@ def answered(run: RunState, peer: PeerState, event: AuditAnswered, now: float) -
 def _ask_free_auditors(run: RunState, step: StepState, now: float) -> None:
     """Go on with audits that wait until a peer has less in hand."""
     for cell, audit in list(step.audits.open.items()):
-        if _can_go_on(run, step, audit) and audit is step.audits.open.get(cell):
+        if auditors.can_go_on(run, step, audit) and audit is step.audits.open.get(cell):
             _proceed(run, step, audit, now)
 
 
@@ -332,7 +201,7 @@ def _record(
             audit.claim, statement, run.audits.settings.tolerance, compared=order.compares
         )
         if found is None:
-            _ask(run, step, audit, run.peers[order.auditor], now, compares=True)
+            auditors.ask(run, step, audit, run.peers[order.auditor], now, compares=True)
             return
         _keep_sums(run, step, audit, order, statement, event.envelope)
         _compare_bits(run, audit, order, statement, found)
@@ -373,8 +242,8 @@ def _compare_bits(
     auditor = run.peers[order.auditor]
     exact = finding(audit.claim, statement, 0.0, compared=True)
     assert exact is not None, "only a comparison is missing"
-    alike = _is_alike(run, audit, auditor)
-    audit.exactly[order.auditor] = Exactly(machine_of(auditor, audit.stage), exact, alike)
+    alike = auditors.is_alike(run, audit, auditor)
+    audit.exactly[order.auditor] = Exactly(auditors.machine_of(auditor, audit.stage), exact, alike)
     if found is not Finding.AGREES:
         audit.within_class = False
     elif alike and exact is not Finding.AGREES and not audit.disputed:
@@ -386,13 +255,13 @@ def _proceed(run: RunState, step: StepState, audit: OpenAudit, now: float) -> No
     votes = audit.ballot
     trusted = run.audits.settings.trusted_owners
     # Owners that have voted and left still count.
-    judges = electorate(run, audit.stage, audit.owner)
+    judges = auditors.electorate(run, audit.stage, audit.owner)
     audit.entitled = len(judges | {vote.owner for vote in votes}) + 1
     found = outcome(votes, audit.entitled, trusted)
     if found is Outcome.OPEN:
-        candidates = _candidates(run, audit)
+        candidates = auditors.candidates(run, audit)
         if candidates:
-            _ask_one_of(run, step, audit, candidates, now)
+            auditors.ask_one_of(run, step, audit, candidates, now)
             return
     del step.audits.open[audit.microbatch, audit.stage]
     _conclude(run, step, audit, found, now)
@@ -486,7 +355,7 @@ def _withheld(run: RunState, step: StepState, audit: OpenAudit, now: float) -> N
         run.note(f"{display(peer)} gave no inputs of {_cell_text(step, audit)}", peer.peer)
         held_up.charge(run, peer, audit.opened_at, now, now)
     for cell in step.table.held_by(audit.peer):
-        clear_cell(run, step, cell)
+        cleared_cells.clear_cell(run, step, cell)
     run.audits.withholding.add(audit.peer)
     if standing.withheld > MAX_WITHHELD:
         reason = (
@@ -511,7 +380,7 @@ def _undecided(run: RunState, step: StepState, audit: OpenAudit, now: float) -> 
 def _clear(run: RunState, step: StepState, audit: OpenAudit) -> None:
     """Clear what was audited, if it still counts."""
     if _counts(step, audit):
-        clear_cell(run, step, (audit.microbatch, audit.stage))
+        cleared_cells.clear_cell(run, step, (audit.microbatch, audit.stage))
 
 
 def dispute(run: RunState, one: PeerId, other: PeerId, since: float, now: float) -> None:
@@ -622,56 +491,7 @@ def _settle_broken(run: RunState, step: StepState, microbatch: MicrobatchIndex, 
         f"{broken[0]} and {broken[1]} contradict each other"
     )
     for stage in run.stage_indices:
-        clear_cell(run, step, (microbatch, stage))
-
-
-def clear_cell(run: RunState, step: StepState, cell: CellKey) -> None:
-    """Clear a cell of a living peer, which is to take the microbatch out of its accumulator.
-
-    The round of a stage that averages already is aborted first, by the caller of the event.
-    """
-    known = step.table.get(cell)
-    if known is None:
-        return
-    if step is run.steps.current and run.steps.round_of(cell[1]) is not None:
-        run.audits.retracted.add(cell)
-        return
-    del step.table[cell]
-    run.statistics.work.cleared += 1
-    step.audits.open.pop(cell, None)
-    drop(run, step, cell, known.peer)
-
-
-def drop(run: RunState, step: StepState, cell: CellKey, peer: PeerId) -> None:
-    """Have a peer take a microbatch out of its accumulator; until then its receipt counts no
-    more."""
-    microbatch, stage = cell
-    if (microbatch, stage, peer) not in step.audits.dropping:
-        step.audits.dropping.add((microbatch, stage, peer))
-        run.send(peer, Drop(step=step.step, stage=stage, microbatches=(microbatch,)))
-
-
-def dropped(run: RunState, peer: PeerState, message: Dropped) -> None:
-    """A peer has taken microbatches out: what it reports from now on is computed anew."""
-    step = run.steps.numbered(message.step)
-    if step is not None:
-        step.lost(peer.peer, message.microbatches)
-        step.audits.dropping.difference_update(
-            (microbatch, message.stage, peer.peer) for microbatch in message.microbatches
-        )
-
-
-def repeat_drops(run: RunState, peer: PeerId) -> None:
-    """Send a returning peer what it may not have received."""
-    for step in run.steps.open():
-        by_stage: dict[StageIndex, list[MicrobatchIndex]] = {}
-        for microbatch, stage, holder in step.audits.dropping:
-            if holder == peer:
-                by_stage.setdefault(stage, []).append(microbatch)
-        for stage, microbatches in sorted(by_stage.items()):
-            run.send(
-                peer, Drop(step=step.step, stage=stage, microbatches=tuple(sorted(microbatches)))
-            )
+        cleared_cells.clear_cell(run, step, (microbatch, stage))
 
 
 # ---------------------------------------------------------------- time
@@ -682,11 +502,11 @@ def advance(run: RunState, now: float) -> None:
     for step in run.steps.open():
         if not step.audits.open:
             continue
-        limit = max(AUDIT_SECONDS, _step_seconds(run, step))
+        limit = max(AUDIT_SECONDS, auditors.step_seconds(run, step))
         for _, audit in _current_audits(run, step, now):
             if audit.order is not None and _is_overdue(run, audit.order, limit, now):
                 audit.order = None
-            if _can_go_on(run, step, audit):
+            if auditors.can_go_on(run, step, audit):
                 _proceed(run, step, audit, now)
 
 

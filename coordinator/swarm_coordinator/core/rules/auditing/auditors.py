@@ -1,0 +1,143 @@
+"""Auditors: who may audit a cell, who is asked, and where the inputs come from.
+
+Part of the pure core (docs/decisions, number 0036). Auditors are peers of the same stage and of
+other owners.
+"""
+
+from __future__ import annotations
+
+from swarm_coordinator.core.rules import held_up
+from swarm_coordinator.core.state.peers import PeerState, owner_of
+from swarm_coordinator.core.state.run import RunState
+from swarm_coordinator.core.state.steps import StepState
+from swarm_coordinator.core.trust.audits import ALIKE_FIRST_SHARE, MAX_IN_HAND, OpenAudit, Order
+from swarm_coordinator.core.trust.classes import Machine
+from swarm_shared.base.types import PeerId, StageIndex
+from swarm_shared.protocol import Audit, AuditSources
+from swarm_shared.trust.votes import MAX_VOTERS
+
+SHORTEST_PATIENCE_SECONDS = 1.0
+"""Least seconds after which an auditor of a hidden audit asks the audited peer: half the time that
+a step takes, if that is longer."""
+
+
+def machine_of(peer: PeerState, stage: StageIndex) -> Machine:
+    return Machine(stage, peer.peer, peer.profile.device)
+
+
+def electorate(run: RunState, stage: StageIndex, owner: PeerId) -> frozenset[PeerId]:
+    """The owners that may judge another one of the stage."""
+    owners = {owner_of(peer) for peer in run.peers.ready(stage)}
+    return run.audits.entitled(owners, owner)
+
+
+def candidates(run: RunState, audit: OpenAudit) -> list[PeerState]:
+    """The peers that may audit it, of owners that have not been asked."""
+    if len(audit.asked) >= MAX_VOTERS:
+        return []
+    entitled = electorate(run, audit.stage, audit.owner) - audit.asked
+    return [
+        peer
+        for peer in run.peers.ready(audit.stage)
+        if owner_of(peer) in entitled
+        and not peer.paused
+        and not peer.leaving
+        and (not audit.within_class or is_alike(run, audit, peer))
+    ]
+
+
+def is_alike(run: RunState, audit: OpenAudit, peer: PeerState) -> bool:
+    """Whether a peer is known to compute like the audited one."""
+    return run.audits.classes.alike(audit.machine, machine_of(peer, audit.stage))
+
+
+def ask_one_of(
+    run: RunState, step: StepState, audit: OpenAudit, candidates: list[PeerState], now: float
+) -> None:
+    """Ask a trusted owner, or the peer with the least in hand; none while all have enough, or
+    while cells of the peers that are to give the inputs are missing."""
+    if not can_go_on(run, step, audit):
+        return
+    busy = {peer.peer: step.audits.in_hand(peer.peer) for peer in candidates}
+    free = [peer for peer in candidates if busy[peer.peer] < MAX_IN_HAND]
+    if not free:
+        return
+    trusted = run.audits.settings.trusted_owners
+    alike = [
+        peer
+        for peer in free
+        if owner_of(peer) in trusted
+        or run.audits.classes.has_agreed(audit.machine, machine_of(peer, audit.stage))
+    ]
+    # A whole audit has a result only if all of its auditors compute alike.
+    if alike and (audit.secret or run.audits.draw() < ALIKE_FIRST_SHARE):
+        free = alike
+    lots = {peer.peer: run.audits.draw() for peer in free}
+    chosen = min(
+        free, key=lambda peer: (owner_of(peer) not in trusted, busy[peer.peer], lots[peer.peer])
+    )
+    ask(run, step, audit, chosen, now)
+
+
+def ask(
+    run: RunState, step: StepState, audit: OpenAudit, auditor: PeerState, now: float,
+    *, compares: bool = False,
+) -> None:  # fmt: skip
+    run.audits.last_audit += 1
+    audit.order = Order(
+        run.audits.last_audit, auditor.peer, owner_of(auditor), now, compares,
+        auditor.profile.binding,
+    )  # fmt: skip
+    audit.asked.add(owner_of(auditor))
+    claimed = audit.claim.transcript
+    is_last = audit.stage == run.manifest.stage_count - 1
+    run.send(
+        auditor.peer,
+        Audit(
+            audit=run.audits.last_audit,
+            step=step.step,
+            microbatch=audit.microbatch,
+            stage=audit.stage,
+            peer=audit.peer,
+            input=claimed.input,
+            output_gradient=claimed.output_gradient,
+            targets=claimed.output if is_last else "",
+            claimed=claimed if compares else None,
+            sources=_sources(run, step, audit) if audit.hidden else None,
+            secret=audit.secret or None,
+        ),
+    )
+
+
+def can_go_on(run: RunState, step: StepState, audit: OpenAudit) -> bool:
+    """Whether an audit waits for no auditor, nor for the peers that are to give the inputs."""
+    return audit.order is None and not (audit.hidden and _beside(run, step, audit) is None)
+
+
+def _beside(run: RunState, step: StepState, audit: OpenAudit) -> dict[StageIndex, PeerId] | None:
+    """The peers that have counted an audited microbatch in the stages beside it; None while one has
+    not."""
+    stages = (StageIndex(audit.stage - 1), StageIndex(audit.stage + 1))
+    cells = {stage: step.table.get((audit.microbatch, stage)) for stage in stages}
+    if any(cells[stage] is None and 0 <= stage <= run.last_stage for stage in stages):
+        return None
+    return {stage: cell.peer for stage, cell in cells.items() if cell is not None}
+
+
+def _sources(run: RunState, step: StepState, audit: OpenAudit) -> AuditSources | None:
+    """Who gives the inputs of an audit which the audited peer is not to see; None if one of these
+    peers is gone."""
+    beside = _beside(run, step, audit)
+    if beside is None or not run.peers.keys() >= set(beside.values()):
+        return None
+    return AuditSources(
+        before=beside.get(StageIndex(audit.stage - 1)),
+        behind=beside.get(StageIndex(audit.stage + 1)),
+        patience_seconds=max(SHORTEST_PATIENCE_SECONDS, step_seconds(run, step) / 2),
+    )
+
+
+def step_seconds(run: RunState, step: StepState) -> float:
+    """What the work of the step has taken, or what the step before it took."""
+    last = run.history.last_applied
+    return held_up.pace(step) or (0.0 if last is None else last.seconds)

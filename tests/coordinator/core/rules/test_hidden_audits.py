@@ -1,0 +1,128 @@
+"""Hidden audits: where the inputs come from, so that the audited peer does not see them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from kits.swarm_world.audits import WholeAuditsOnly
+from kits.swarm_world.event_bench import Bench
+from swarm_coordinator.core.rules.auditing.auditors import SHORTEST_PATIENCE_SECONDS
+from swarm_coordinator.core.rules.closing import whole_audits
+from swarm_coordinator.core.trust.audits import AuditBook, AuditSettings
+from swarm_coordinator.core.trust.classes import Machine
+from swarm_shared.base.types import PeerId, StageIndex
+from swarm_shared.protocol import Audit
+
+WHOLE = AuditSettings(audit_share=2.0, probation_cells=0, check_sums=True)
+"""Every member is drawn."""
+
+MEMBERS = ("a0", "b0", "a1", "b1", "a2", "b2")
+
+
+def benched(*names: str, book: type[AuditBook] = WholeAuditsOnly, **options: Any) -> Bench:
+    values = {"stages": 3, "check_sums": True, "microbatches": 2} | options
+    bench = Bench(audits=book(WHOLE, lambda: 0.9), **values)
+    bench.join_all(*(names or MEMBERS))
+    return bench
+
+
+def filled(*names: str, **options: Any) -> Bench:
+    """The first peer of each stage has counted all microbatches."""
+    bench = benched(*names, **options)
+    bench.fill()
+    bench.tick(0.25)
+    return bench
+
+
+def orders(bench: Bench, stage: int) -> list[Audit]:
+    found = (order for peer in bench.run.peers for order in bench.sent(peer, Audit, bench.log))
+    return [order for order in found if order.stage == stage]
+
+
+def test_the_inputs_come_from_the_peers_that_counted_the_microbatch_beside_the_audited_one() -> (
+    None
+):
+    bench = filled()
+    for stage, beside in enumerate([(None, "a1"), ("a0", "a2"), ("a1", None)]):
+        first, second = orders(bench, stage)
+        assert {first.microbatch, second.microbatch} == {0, 1}
+        for order in (first, second):
+            assert order.peer == f"a{stage}"
+            assert order.sources is not None
+            assert (order.sources.before, order.sources.behind) == beside
+
+
+def test_no_auditor_is_asked_before_the_peers_on_both_sides_have_counted_it() -> None:
+    bench = benched()
+    bench.report("a1", 0)
+    bench.tick(1.0)
+    bench.report("a2", 0)
+    bench.tick(1.0)
+    assert orders(bench, 1) == []
+    assert [order.microbatch for order in orders(bench, 2)] == [0]
+    bench.report("b0", 0)
+    bench.tick(1.0)
+    (order,) = orders(bench, 1)
+    assert order.sources is not None
+    assert (order.sources.before, order.sources.behind) == ("b0", "a2")
+
+
+def test_a_neighbour_whose_cell_was_cleared_is_waited_for() -> None:
+    bench = benched()
+    bench.report("a0", 0)
+    bench.report("a1", 0)
+    bench.lose("a0")
+    bench.report("a2", 0)
+    bench.tick(1.0)
+    assert orders(bench, 1) == []
+    bench.report("b0", 0)
+    bench.tick(1.0)
+    assert [order.sources.before for order in orders(bench, 1) if order.sources] == ["b0"]
+
+
+def test_a_cell_that_is_drawn_by_itself_is_audited_openly_in_a_whole_audit_too() -> None:
+    """What an audited peer sees tells nothing of whole audits."""
+    bench = filled(book=AuditBook)
+    for stage in range(3):
+        for order in orders(bench, stage):
+            assert order.sources is None
+            assert order.secret is not None
+
+
+def test_the_audited_peer_is_asked_after_half_the_time_that_a_step_takes() -> None:
+    bench = filled(microbatches=1, steps=4)
+    (first,) = orders(bench, 1)
+    assert first.sources is not None
+    assert first.sources.patience_seconds == SHORTEST_PATIENCE_SECONDS
+    bench = benched(microbatches=1, steps=4)
+    bench.run.history.last_applied = replace(bench.applied_step(1, 1), seconds=40.0)
+    bench.fill()
+    bench.tick(0.25)
+    (order,) = orders(bench, 1)
+    assert order.sources is not None
+    assert order.sources.patience_seconds == 20.0
+
+
+def test_all_cells_of_a_whole_audit_go_to_machines_that_have_computed_like_the_audited_one() -> (
+    None
+):
+    """Otherwise it has no result."""
+    bench = benched("a0", "b0", "c0", "d0", stages=1, microbatches=4)
+    device = bench.peer("a0").profile.device
+    audited, other = (Machine(StageIndex(0), PeerId(peer), device) for peer in ("a0", "c0"))
+    bench.run.audits.classes.agreed(audited, other)
+    bench.fill()
+    assert len(bench.sent("c0", Audit, bench.log)) == len(orders(bench, 0)) == 4
+
+
+def test_a_seed_that_members_know_serves_no_other_attempt() -> None:
+    bench = filled("a0", "b0", stages=1)
+    bench.tick(60.0)  # no auditor answers
+    (whole,) = bench.step().audits.whole.values()
+    closing = bench.step().closing
+    assert closing is not None
+    (found,) = closing.each_round()
+    assert whole.seed in whole_audits.seeds_for(bench.run, bench.step(), found)
+    whole_audits.reveal(bench.step(), found, whole.seed)
+    assert whole.seed not in whole_audits.seeds_for(bench.run, bench.step(), found)
