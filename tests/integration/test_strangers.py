@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from kits.attack.strangers import (
+    ADAPTIVE,
     CHEATS,
     HALF_DRAWS,
+    HIDDEN_DRAWS,
     LAST_STAGE_ONLY,
     MODIFIED,
     check,
@@ -36,7 +38,7 @@ def lied(run: Run, name: str) -> Path:
 
 
 def a_run_with(
-    make_run, cheats: dict[int, str], honest: int = HONEST_PER_STAGE
+    make_run, cheats: dict[int, str], honest: int = HONEST_PER_STAGE, draws: Path = HALF_DRAWS
 ) -> tuple[Run, dict[str, str]]:
     """A run with a liar in some stages, in which every cell and every sum is audited; returns it at
     its end, with the liars' cheats by name."""
@@ -49,7 +51,7 @@ def a_run_with(
         },
     )  # fmt: skip
     swarm, liars = run.swarm, {}
-    with modified(run, HALF_DRAWS):
+    with modified(run, draws):
         invite = swarm.start_coordinator()
     for stage, cheat in cheats.items():
         with modified(run, MODIFIED, cheat, lied=lied(run, cheat)):
@@ -84,6 +86,16 @@ def test_a_liar_in_each_stage_is_found_and_changes_no_bit(make_run) -> None:
 def test_members_that_lie_about_sums_are_found_and_change_no_bit(make_run) -> None:
     run, liars = a_run_with(make_run, {0: "one added to a sum", 1: "zeros as its part"})
     check(run, liars)
+    assert [verdict.microbatch for verdict in verdicts(run)] == [None, None]
+
+
+def test_members_that_adapt_to_audits_are_found_and_change_no_bit(make_run) -> None:
+    """One lies as long as it sees no auditor, one is gone as soon as its sum is doubted. Of whole
+    audits the first one sees nothing, and the second one is judged in its absence."""
+    watcher, leaver = ADAPTIVE
+    run, liars = a_run_with(make_run, {0: watcher, 1: leaver}, draws=HIDDEN_DRAWS)
+    check(run, liars)
+    assert not lied(run, watcher).with_suffix(".watched").exists()
     assert [verdict.microbatch for verdict in verdicts(run)] == [None, None]
 
 

@@ -27,6 +27,7 @@ from swarm_shared.identity.work_statements import (
 FOLDER = Path(__file__).parent
 MODIFIED = FOLDER / "modified_client"
 HALF_DRAWS = FOLDER / "half_draws"
+HIDDEN_DRAWS = FOLDER / "hidden_draws"
 
 LOSES = "loses"
 """The liar loses an audit, with evidence."""
@@ -76,6 +77,12 @@ CHEATS = {
     "outputs that overflow": CLEARED,
 }
 """What becomes of the liar of each kind."""
+
+ADAPTIVE = {
+    "its part against its gradient, while unwatched": LOSES,
+    "its part against its gradient, until doubted": LOSES,
+}
+"""The same of liars that do as they are audited: with `HIDDEN_DRAWS` they see no audit."""
 
 FIRST_STAGE_ONLY = {
     "outputs of zeros", "outputs scaled", "another output signed", "outputs that overflow",
@@ -154,7 +161,8 @@ def check_names(run: Run, liars: Mapping[str, str], lied: Iterable[str]) -> None
     named, stand = names(run), standings(run)
     lost = {named[verdict.peer] for verdict in verdicts(run)}
     assert lost <= set(liars), f"honest volunteers have lost: {lost - set(liars)}"
-    assert {name for name in lied if CHEATS[liars[name]] == LOSES} <= lost
+    outcomes = CHEATS | ADAPTIVE
+    assert {name for name in lied if outcomes[liars[name]] == LOSES} <= lost
     honest = [child.name for child in run.swarm.volunteers if child.name not in liars]
     assert all(stand[name].lost == 0 for name in honest if name in stand)
     assert sum(stand[name].passed for name in honest if name in stand) > 0

@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import os
+import signal
 import struct
 import sys
 import time
@@ -30,6 +31,7 @@ UNWATCHED = Path(os.environ.get("SWARM_TEST_UNWATCHED", "/nowhere"))
 
 RUNNER = "swarm_client.stage.worker.stage_runner"
 EXCHANGE = "swarm_client.auditing.exchange"
+MEMBER = "swarm_client.volunteer.member"
 AUDITOR = "swarm_client.auditing.auditor"
 SAMPLES = "swarm_client.training_data.run_samples"
 RECEIPTS = "swarm_client.pipeline.receipts"
@@ -278,6 +280,52 @@ def _part(change: Callable[[Any], None]) -> Callable[[ModuleType], None]:
         module.StepRunner.prepare_round = prepare_round
 
     return patch
+
+
+def _notes_auditors(module: ModuleType) -> None:
+    """Leave a file once an auditor has asked for anything that this peer counted of its own."""
+    from swarm_shared.base.transcript import KeptTensors
+
+    honest = module.KeptServer._write
+
+    async def write(self: Any, remote: Any, request: Any, path: Any) -> None:
+        if request.tensors in (KeptTensors.INPUTS, KeptTensors.COMPUTED):
+            _watched().touch()
+        await honest(self, remote, request, path)
+
+    module.KeptServer._write = write
+
+
+def _watched() -> Path:
+    return Path(os.environ["SWARM_TEST_LIED"]).with_suffix(".watched")
+
+
+def _part_while_unwatched(module: ModuleType) -> None:
+    """Put something else in, as long as no auditor has been seen."""
+    honest = module.StepRunner.prepare_round
+
+    def prepare_round(self: Any, step: Any, gradients: Any) -> Any:
+        found = honest(self, step, gradients)
+        if not _watched().exists():
+            _lied()
+            _add_minus_eight_times(gradients)
+        return found
+
+    module.StepRunner.prepare_round = prepare_round
+
+
+def _gone_when_doubted(module: ModuleType) -> None:
+    """End at once when an attempt to close is aborted."""
+    from swarm_shared.protocol import AbortRound
+
+    honest = module.Member.handle
+
+    def handle(self: Any, message: Any) -> None:
+        if isinstance(message, AbortRound):
+            os.kill(os.getpid(), signal.SIGKILL)
+        honest(self, message)
+
+    module.Member.handle = handle
 
 
 def _add_minus_eight_times(gradients: Any) -> None:
@@ -631,6 +679,14 @@ CHEATS: dict[str, tuple[tuple[str, Patch], ...]] = {
         (STATEMENTS, _stated(_the_added_one)),
     ),
     "its part against its gradient": ((STEPS, _part(_add_minus_eight_times)),),
+    "its part against its gradient, while unwatched": (
+        (EXCHANGE, _notes_auditors),
+        (STEPS, _part_while_unwatched),
+    ),
+    "its part against its gradient, until doubted": (
+        (STEPS, _part(_add_minus_eight_times)),
+        (MEMBER, _gone_when_doubted),
+    ),
     "zeros as its part": ((STEPS, _part(_zero)),),
     "the largest numbers as its part": ((STEPS, _part(_largest)),),
     "another part stated": ((STATEMENTS, _stated(_another_part)),),
