@@ -1,12 +1,29 @@
-"""What an auditor accepts as the inputs of the receipt that it audits."""
+"""Where an auditor gets the inputs of the receipt that it audits, and what it accepts as these."""
 
 from __future__ import annotations
 
-from swarm_client.auditing.inputs import inputs_fit
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import trio
+
+from kits.client.held_stage import member_of
+from kits.network.nodes import ANY_PORT, a_node
+from swarm_client.auditing.exchange import KeptServer, fetch_kept
+from swarm_client.auditing.inputs import AuditInputs, TensorsWithheld, inputs_fit
 from swarm_client.stage.protocol.slot_sizes import SlotSizes
+from swarm_shared.base.errors import AdmissionError, SwarmError
+from swarm_shared.base.transcript import KeptTensors
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
 from swarm_shared.identity.work_statements import wire_digest
-from swarm_shared.protocol import Audit
+from swarm_shared.protocol import Audit, AuditSources, KeptRequest
 
 INPUT, TARGETS, GRADIENT = b"activation", b"ids!", b"slope"
 
@@ -38,3 +55,174 @@ def test_another_input_gradient_or_target_does_not_fit() -> None:
     assert not inputs_fit(order(gradient=GRADIENT), b"Activation" + GRADIENT, middle)
     assert not inputs_fit(order(gradient=GRADIENT), INPUT + b"SLOPE", middle)
     assert not inputs_fit(order(targets=TARGETS), INPUT + b"IDS!", last)
+
+
+# ---- where they come from
+
+
+@dataclass
+class World:
+    """An auditor of stage 1, its audited peer, and the peers of the stages before and behind."""
+
+    members: dict[str, Any]
+    given: dict[str, bytes]
+    """What each peer gives; a peer that is not in it refuses."""
+    asked: list[tuple[str, KeptTensors]] = field(default_factory=list)
+    stalls: set[str] = field(default_factory=set)
+    folder: Path = Path()
+
+    async def fetch(self, order: Audit, targets: int = 0) -> bytes:
+        sizes = sizes_of(targets, 0 if targets else len(GRADIENT))
+        inputs = AuditInputs(self.members["auditor"], self)
+        path = self.folder / "inputs"
+        await inputs.write_inputs(order, sizes, path)
+        assert [one.name for one in self.folder.iterdir() if one.is_file()] == ["inputs"]
+        return path.read_bytes()
+
+    async def audited(self, step: int, microbatch: int) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids and targets, as bytes of `given` say."""
+        tokens, targets = (self.given.get(name, b"") for name in ("tokens", "targets"))
+        return np.frombuffer(tokens, "<u4"), np.frombuffer(targets, "<u4")
+
+    def peer(self, name: str) -> PeerId:
+        return self.members[name].node.peer_id
+
+
+STAGES = {"before": 0, "auditor": 1, "audited": 1, "behind": 2}
+
+
+@asynccontextmanager
+async def world(folder: Path, **given: bytes) -> AsyncIterator[World]:
+    """Peers on loopback with the shipped server and a worker that gives these bytes."""
+    async with AsyncExitStack() as stack:
+        nodes = {name: await stack.enter_async_context(a_node(None, ANY_PORT)) for name in STAGES}
+        records = {
+            node.peer_id: SimpleNamespace(
+                peer=node.peer_id, addresses=node.addresses, stage=STAGES[name]
+            )
+            for name, node in nodes.items()
+        }
+        found = World({}, dict(given), folder=folder)
+        for name, node in nodes.items():
+            found.members[name] = SimpleNamespace(
+                node=node, roster=records, report=lambda _: None,
+                gate=SimpleNamespace(check_transfer=lambda *_: None),
+                membership=member_of("ab" * 32, None, "Y2VydA=="),
+            )  # fmt: skip
+            own = folder / name
+            own.mkdir()
+            holding = SimpleNamespace(
+                stage=STAGES[name], worker=SimpleNamespace(save_kept=partial(_save, found, name))
+            )
+            KeptServer(found.members[name], cast(Any, SimpleNamespace(holding=holding)), own)
+        yield found
+
+
+async def _save(
+    found: World, name: str, step: int, microbatch: int, path: Path, tensors: KeptTensors
+) -> None:
+    found.asked.append((name, tensors))
+    if name in found.stalls:
+        await trio.sleep_forever()
+    if name not in found.given:
+        raise SwarmError("nothing is kept of it")
+    path.write_bytes(found.given[name])
+
+
+def hidden(found: World, *, patience_seconds: float = 20.0, last: bool = False) -> Audit:
+    open_order = order(targets=TARGETS) if last else order(gradient=GRADIENT)
+    sources = AuditSources(
+        before=found.peer("before"), behind=None if last else found.peer("behind"),
+        patience_seconds=patience_seconds,
+    )  # fmt: skip
+    return open_order.model_copy(update={"peer": found.peer("audited"), "sources": sources})
+
+
+OUTPUT, INPUT_GRADIENT = KeptTensors.OUTPUT, KeptTensors.INPUT_GRADIENT
+OPENLY = ("audited", KeptTensors.INPUTS)
+ALL = INPUT + GRADIENT
+
+
+async def test_the_peers_beside_the_audited_one_give_the_inputs_which_does_not_see_it(
+    tmp_path: Path,
+) -> None:
+    async with world(tmp_path, before=INPUT, behind=GRADIENT, audited=ALL) as found:
+        assert await found.fetch(hidden(found)) == ALL
+        assert sorted(found.asked) == [("before", OUTPUT), ("behind", INPUT_GRADIENT)]
+
+
+async def test_the_targets_of_the_last_stage_are_drawn_by_the_auditor(tmp_path: Path) -> None:
+    async with world(tmp_path, before=INPUT, targets=TARGETS, audited=b"") as found:
+        assert await found.fetch(hidden(found, last=True), len(TARGETS)) == INPUT + TARGETS
+        assert found.asked == [("before", OUTPUT)]
+
+
+async def test_the_token_ids_of_the_first_stage_are_drawn_by_the_auditor(tmp_path: Path) -> None:
+    tokens = b"ids of a !"[: len(INPUT) // 4 * 4]
+    async with world(tmp_path, tokens=tokens, behind=GRADIENT) as found:
+        sizes = replace(sizes_of(0, len(GRADIENT)), input_bytes=len(tokens))
+        first = hidden(found)
+        assert first.sources is not None
+        sources = first.sources.model_copy(update={"before": None})
+        first = first.model_copy(update={"input": wire_digest(tokens), "sources": sources})
+        path = tmp_path / "inputs"
+        await AuditInputs(found.members["auditor"], found).write_inputs(first, sizes, path)
+        assert path.read_bytes() == tokens + GRADIENT
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"before": INPUT}, {"before": b"Activation", "behind": GRADIENT}, {}],
+    ids=["one refuses", "another tensor", "both refuse"],
+)
+async def test_the_audited_peer_is_asked_where_its_neighbours_give_nothing_that_fits(
+    tmp_path: Path, given: dict[str, bytes]
+) -> None:
+    async with world(tmp_path, audited=ALL, **given) as found:
+        assert await found.fetch(hidden(found)) == ALL
+        assert found.asked[-1] == OPENLY
+
+
+async def test_a_neighbour_that_does_not_answer_is_waited_for_no_longer_than_the_order_says(
+    tmp_path: Path,
+) -> None:
+    async with world(tmp_path, before=INPUT, audited=ALL) as found:
+        found.stalls.add("behind")
+        assert await found.fetch(hidden(found, patience_seconds=0.2)) == ALL
+        assert found.asked[-1] == OPENLY
+
+
+async def test_an_audited_peer_without_inputs_that_fit_withholds_them(tmp_path: Path) -> None:
+    async with world(tmp_path, audited=b"other".ljust(len(ALL))) as found:
+        with pytest.raises(TensorsWithheld, match="do not fit its receipt"):
+            await found.fetch(hidden(found))
+        del found.given["audited"]
+        with pytest.raises(TensorsWithheld, match="nothing is kept of it"):
+            await found.fetch(hidden(found))
+
+
+async def test_a_peer_that_the_roster_does_not_have_withholds_nothing(tmp_path: Path) -> None:
+    async with world(tmp_path, audited=ALL) as found:
+        found.members["auditor"].roster.pop(found.peer("audited"))
+        with pytest.raises(SwarmError, match="is not in the roster") as error:
+            await found.fetch(hidden(found))
+        assert not isinstance(error.value, TensorsWithheld)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "holder"),
+    [(OUTPUT, "audited"), (INPUT_GRADIENT, "audited"), (KeptTensors.INPUTS, "before")],
+)
+async def test_no_peer_gives_tensors_to_one_whose_stage_has_no_use_for_them(
+    tmp_path: Path, tensors: KeptTensors, holder: str
+) -> None:
+    async with world(tmp_path, audited=ALL, before=INPUT) as found:
+        auditor = found.members["auditor"]
+        request = KeptRequest(
+            step=Step(1), microbatch=MicrobatchIndex(0), stage=StageIndex(STAGES[holder]),
+            tensors=tensors,
+        )  # fmt: skip
+        record = auditor.roster[found.peer(holder)]
+        with pytest.raises(AdmissionError, match="does not hold stage"):
+            await fetch_kept(auditor, record, request, len(ALL), tmp_path / "inputs")
+        assert found.asked == []
