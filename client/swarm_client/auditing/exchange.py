@@ -9,6 +9,7 @@ from pathlib import Path
 
 import trio
 
+from swarm_client.auditing.permits import PermitCheck
 from swarm_client.membership.member_context import MemberContext
 from swarm_client.pipeline.pipeline import Pipeline
 from swarm_client.stage.protocol.errors import RequestFailed
@@ -49,22 +50,14 @@ MAX_SERVED = 4
 MAX_STREAMS_PER_PEER = 4
 
 
-STAGES_FURTHER = {
-    KeptTensors.INPUTS: 0,
-    KeptTensors.COMPUTED: 0,
-    KeptTensors.OUTPUT: 1,
-    KeptTensors.INPUT_GRADIENT: -1,
-}
-"""The stage of an auditor that may have these tensors, less that of the peer that has them."""
-
-
 class KeptServer:
-    """Serves tensors of the held stage to auditors of this stage and of those beside it."""
+    """Serves tensors of the held stage to auditors that the coordinator has sent."""
 
     def __init__(self, member: MemberContext, pipeline: Pipeline, folder: Path) -> None:
         self._member, self._pipeline, self._folder = member, pipeline, folder
         self._numbers = itertools.count()
         self._slots = trio.Semaphore(MAX_SERVED)
+        self._permits = PermitCheck(member)
         member.node.serve(
             AUDIT_PROTOCOL, self.handle, SERVING_LIMITS, max_streams_per_peer=MAX_STREAMS_PER_PEER
         )
@@ -99,14 +92,12 @@ class KeptServer:
         return request
 
     async def _write(self, remote: PeerId, request: KeptRequest, path: Path) -> None:
-        record, holding = self._member.roster.get(remote), self._pipeline.holding
-        stage = request.stage + STAGES_FURTHER[request.tensors]
-        if record is None or record.stage != stage:
-            raise AdmissionError(f"{remote} does not hold stage {stage}")
-        if holding is None or holding.stage != request.stage:
-            raise AdmissionError(f"this peer does not hold stage {request.stage}")
+        permit, stage = self._permits.use(remote, request)
+        holding = self._pipeline.holding
+        if holding is None or holding.stage != stage:
+            raise AdmissionError(f"this peer does not hold stage {stage}")
         try:
-            await holding.worker.save_kept(request.step, request.microbatch, path, request.tensors)
+            await holding.worker.save_kept(permit.step, permit.microbatch, path, request.tensors)
         except RequestFailed as error:
             if error.code == "not_repeatable":
                 is_audited = request.tensors is KeptTensors.COMPUTED

@@ -16,13 +16,13 @@ from typing import Protocol
 import numpy as np
 import trio
 
-from swarm_client.auditing.exchange import STAGES_FURTHER, fetch_kept
+from swarm_client.auditing.exchange import fetch_kept
 from swarm_client.membership.member_context import MemberContext
 from swarm_client.pipeline.trainer import token_bytes
 from swarm_client.stage.protocol.slot_sizes import SlotSizes
 from swarm_shared.base.errors import SwarmError
 from swarm_shared.base.transcript import KeptTensors
-from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
+from swarm_shared.base.types import MicrobatchIndex, PeerId, Step
 from swarm_shared.identity.work_statements import wire_digest
 from swarm_shared.protocol import Audit, AuditSources, KeptRequest
 
@@ -129,10 +129,7 @@ class AuditInputs:
         record = self._member.roster.get(holder)
         if record is None:
             raise SwarmError(f"{holder} is not in the roster")
-        stage = StageIndex(order.stage - STAGES_FURTHER[tensors])
-        request = KeptRequest(
-            step=order.step, microbatch=order.microbatch, stage=stage, tensors=tensors
-        )
+        request = KeptRequest(permit=order.permit, tensors=tensors)
         try:
             await fetch_kept(self._member, record, request, total_bytes, path)
         except OSError as error:

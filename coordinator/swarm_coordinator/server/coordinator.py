@@ -75,7 +75,7 @@ from swarm_shared.network import RelayLimits
 from swarm_shared.network.addresses.dial_order import Interfaces
 from swarm_shared.probe.address_proof import AddressProof
 from swarm_shared.probe.server import serve_probe
-from swarm_shared.protocol import CONTROL_PROTOCOL, Lease
+from swarm_shared.protocol import CONTROL_PROTOCOL, Audit, Lease
 from swarm_shared.transfer.transfer import serve_transfers
 
 log = logging.getLogger(__name__)
@@ -172,7 +172,9 @@ class Coordinator:
                 write_missing_trees, service.folder.data, service.manifest.data, self._note
             )
             tokens = RunTokens(service.manifest, service.folder.data)
-            self._tickets = TicketOffice(service.identity, self._run_id, tokens)
+            self._tickets = TicketOffice(
+                service.identity, self._run_id, Generation(restored.generation), tokens
+            )
             self._state = begin_run(
                 service, restored, addresses, self._own_certificate(),
                 self._admission_service.revoked_at_start(), tokens,
@@ -301,6 +303,8 @@ class Coordinator:
                 message = command.message
                 if isinstance(message, Lease):
                     message = self._tickets.with_tickets(message)
+                elif isinstance(message, Audit):
+                    message = self._tickets.with_permit(message, command.peer)
                 self._sessions.send(command.peer, message)
             elif isinstance(command, ShutDown):
                 await self._sessions.finish_all(FLUSH_SECONDS)

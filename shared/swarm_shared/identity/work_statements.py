@@ -2,6 +2,7 @@
 docs/decisions, number 0036).
 
 A `LeaseTicket` is the coordinator's: this microbatch of this step is leased, with these token ids.
+An `AuditPermit` is the coordinator's, too: this auditor may ask these peers for tensors.
 A `Transcript` is the part of a receipt that says what crossed the boundaries of a stage, and what
 was counted. An `AuditStatement` is a second peer's, which has computed the same microbatch again.
 A `SumStatement` says what a member put into an average and what it took out.
@@ -63,6 +64,31 @@ class LeaseTicket(SignedMessage):
     """Of the token ids that stage 0 gets, as they cross the wire (uint32, little-endian)."""
     targets: WireDigest
     """Of the targets that the last stage gets."""
+
+
+class AuditPermit(SignedMessage):
+    """The coordinator's statement that an auditor may have tensors of one microbatch, and whose.
+
+    Each order to audit has one; a peer gives each kind of tensors once for it. Without, any member
+    could have others compute and send as much as they can.
+    """
+
+    domain = "swarmtrain-audit-permit-1"
+
+    run: RunId
+    generation: Generation
+    audit: Count
+    step: Step
+    microbatch: MicrobatchIndex
+    stage: StageIndex
+    """That of the auditor and of the audited peer."""
+    auditor: PeerId
+    peer: PeerId
+    """The audited peer, which gives inputs, or what it computed."""
+    before: PeerId | None
+    """Gives the output of the stage before."""
+    behind: PeerId | None
+    """Gives the gradient of the input of the stage behind."""
 
 
 class AuditStatement(SignedMessage):

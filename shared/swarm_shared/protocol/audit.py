@@ -16,7 +16,7 @@ from pydantic import Field, TypeAdapter
 
 from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.transcript import KeptTensors
-from swarm_shared.base.types import Count, MicrobatchIndex, StageIndex, Step
+from swarm_shared.base.types import Count, Envelope
 from swarm_shared.protocol.transfer import TransferHello, TransferRefused
 
 AUDIT_PROTOCOL = "/swarmtrain/audit/1"
@@ -26,12 +26,11 @@ PART_BYTES = 2**20
 
 
 class KeptRequest(FrozenModel):
-    """A query for tensors of a microbatch that the peer has counted in `stage`."""
+    """A query for tensors of the microbatch that a permit names."""
 
     kind: Literal["kept_request"] = "kept_request"
-    step: Step
-    microbatch: MicrobatchIndex
-    stage: StageIndex
+    permit: Envelope
+    """The coordinator's signed `AuditPermit`."""
     tensors: KeptTensors
 
 

@@ -519,6 +519,8 @@ class Audit(FrozenModel):
     """Empty but at the last stage."""
     claimed: Transcript | None = None
     sources: AuditSources | None = None
+    permit: Envelope = ""
+    """The signed `AuditPermit` to show to these peers; set by the coordinator's shell."""
     secret: Seed | None = None
     """Also state the linear digests of the gradient as it is counted, for each check whose seed
     follows from this."""

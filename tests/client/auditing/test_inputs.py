@@ -22,9 +22,13 @@ from swarm_client.stage.protocol.slot_sizes import SlotSizes
 from swarm_shared.base.errors import AdmissionError, SwarmError
 from swarm_shared.base.transcript import KeptTensors
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
-from swarm_shared.identity.work_statements import wire_digest
+from swarm_shared.identity.keys import Identity
+from swarm_shared.identity.signing import encode_envelope
+from swarm_shared.identity.work_statements import AuditPermit, wire_digest
 from swarm_shared.protocol import Audit, AuditSources, KeptRequest
 
+RUN = "ab" * 32
+ORGANISER, STRANGER = (Identity.from_seed(letter * 32) for letter in (b"o", b"s"))
 INPUT, TARGETS, GRADIENT = b"activation", b"ids!", b"slope"
 
 
@@ -69,6 +73,7 @@ class World:
     """What each peer gives; a peer that is not in it refuses."""
     asked: list[tuple[str, KeptTensors]] = field(default_factory=list)
     stalls: set[str] = field(default_factory=set)
+    audits: int = 0
     folder: Path = Path()
 
     async def fetch(self, order: Audit, targets: int = 0) -> bytes:
@@ -87,6 +92,27 @@ class World:
     def peer(self, name: str) -> PeerId:
         return self.members[name].node.peer_id
 
+    async def request(self, holder: str, permit: str, tensors: KeptTensors) -> None:
+        auditor = self.members["auditor"]
+        request = KeptRequest(permit=permit, tensors=tensors)
+        path = self.folder / "inputs"
+        await fetch_kept(auditor, auditor.roster[self.peer(holder)], request, len(ALL), path)
+
+    def permitted(self, order: Audit, **changes: Any) -> Audit:
+        """The order with a permit of the organiser's, as the coordinator adds it."""
+        sources = order.sources
+        assert sources is not None
+        self.audits += 1
+        values = {
+            "run": RUN, "generation": 1, "audit": self.audits, "step": order.step,
+            "microbatch": order.microbatch, "stage": order.stage, "auditor": self.peer("auditor"),
+            "peer": order.peer, "before": sources.before, "behind": sources.behind,
+            "signer": ORGANISER,
+        } | changes  # fmt: skip
+        signer = values.pop("signer")
+        permit = encode_envelope(AuditPermit(**values).sign(signer))
+        return order.model_copy(update={"permit": permit})
+
 
 STAGES = {"before": 0, "auditor": 1, "audited": 1, "behind": 2}
 
@@ -104,10 +130,11 @@ async def world(folder: Path, **given: bytes) -> AsyncIterator[World]:
         }
         found = World({}, dict(given), folder=folder)
         for name, node in nodes.items():
+            membership = member_of(RUN, None, "Y2VydA==")
+            membership.now = replace(membership.now, organiser=ORGANISER.peer_id)
             found.members[name] = SimpleNamespace(
-                node=node, roster=records, report=lambda _: None,
+                node=node, roster=records, report=lambda _: None, membership=membership,
                 gate=SimpleNamespace(check_transfer=lambda *_: None),
-                membership=member_of("ab" * 32, None, "Y2VydA=="),
             )  # fmt: skip
             own = folder / name
             own.mkdir()
@@ -121,6 +148,7 @@ async def world(folder: Path, **given: bytes) -> AsyncIterator[World]:
 async def _save(
     found: World, name: str, step: int, microbatch: int, path: Path, tensors: KeptTensors
 ) -> None:
+    assert (step, microbatch) == (1, 0)
     found.asked.append((name, tensors))
     if name in found.stalls:
         await trio.sleep_forever()
@@ -135,7 +163,9 @@ def hidden(found: World, *, patience_seconds: float = 20.0, last: bool = False) 
         before=found.peer("before"), behind=None if last else found.peer("behind"),
         patience_seconds=patience_seconds,
     )  # fmt: skip
-    return open_order.model_copy(update={"peer": found.peer("audited"), "sources": sources})
+    return found.permitted(
+        open_order.model_copy(update={"peer": found.peer("audited"), "sources": sources})
+    )
 
 
 OUTPUT, INPUT_GRADIENT = KeptTensors.OUTPUT, KeptTensors.INPUT_GRADIENT
@@ -196,7 +226,7 @@ async def test_an_audited_peer_without_inputs_that_fit_withholds_them(tmp_path: 
     async with world(tmp_path, audited=b"other".ljust(len(ALL))) as found:
         with pytest.raises(TensorsWithheld, match="do not fit its receipt"):
             await found.fetch(hidden(found))
-        del found.given["audited"]
+        found.given.pop("audited")
         with pytest.raises(TensorsWithheld, match="nothing is kept of it"):
             await found.fetch(hidden(found))
 
@@ -210,19 +240,35 @@ async def test_a_peer_that_the_roster_does_not_have_withholds_nothing(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("tensors", "holder"),
-    [(OUTPUT, "audited"), (INPUT_GRADIENT, "audited"), (KeptTensors.INPUTS, "before")],
+    ("tensors", "holder", "changes", "reason"),
+    [
+        (OUTPUT, "audited", {}, "is for another peer"),
+        (INPUT_GRADIENT, "before", {}, "is for another peer"),
+        (KeptTensors.INPUTS, "before", {}, "is for another peer"),
+        (OUTPUT, "before", {"before": None}, "is for another peer"),
+        (KeptTensors.INPUTS, "audited", {"run": "cd" * 32}, "permit of another one"),
+        (KeptTensors.INPUTS, "audited", {"auditor": ORGANISER.peer_id}, "permit of another one"),
+        (KeptTensors.INPUTS, "audited", {"signer": STRANGER}, "came without a permit"),
+        (KeptTensors.INPUTS, "audited", {"stage": 2}, "does not hold stage 2"),
+    ],
 )
-async def test_no_peer_gives_tensors_to_one_whose_stage_has_no_use_for_them(
-    tmp_path: Path, tensors: KeptTensors, holder: str
+async def test_a_peer_gives_nothing_without_a_permit_of_the_coordinator_for_it(
+    tmp_path: Path, tensors: KeptTensors, holder: str, changes: dict[str, Any], reason: str
 ) -> None:
     async with world(tmp_path, audited=ALL, before=INPUT) as found:
-        auditor = found.members["auditor"]
-        request = KeptRequest(
-            step=Step(1), microbatch=MicrobatchIndex(0), stage=StageIndex(STAGES[holder]),
-            tensors=tensors,
-        )  # fmt: skip
-        record = auditor.roster[found.peer(holder)]
-        with pytest.raises(AdmissionError, match="does not hold stage"):
-            await fetch_kept(auditor, record, request, len(ALL), tmp_path / "inputs")
+        permit = found.permitted(hidden(found), **changes).permit
+        with pytest.raises(AdmissionError, match=reason):
+            await found.request(holder, permit, tensors)
         assert found.asked == []
+
+
+async def test_a_permit_is_good_for_each_kind_of_tensors_once(tmp_path: Path) -> None:
+    """Otherwise a member could have others compute and send as much as they can."""
+    async with world(tmp_path, audited=ALL, before=INPUT) as found:
+        permit = hidden(found).permit
+        for tensors in (KeptTensors.INPUTS, KeptTensors.COMPUTED):
+            await found.request("audited", permit, tensors)
+            with pytest.raises(AdmissionError, match="was used before"):
+                await found.request("audited", permit, tensors)
+        await found.request("audited", hidden(found).permit, KeptTensors.INPUTS)
+        assert len(found.asked) == 3

@@ -10,7 +10,7 @@ from swarm_coordinator.admission.tickets import TicketOffice
 from swarm_coordinator.run_creation.initialise import initialise_run
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.run_dir.sampled_tokens import RunTokens
-from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step
+from swarm_shared.base.types import Generation, MicrobatchIndex, StageIndex, Step
 from swarm_shared.data.leaf_files import LeafFiles
 from swarm_shared.data.sample_ranges import SampleRanges
 from swarm_shared.identity.keys import Identity
@@ -34,7 +34,9 @@ def test_tickets_and_expectations_are_of_what_a_trainer_sends(tmp_path: Path) ->
     folder = RunFolder(tmp_path / "run")
     tokens, ranges = RunTokens(manifest, folder.data), SampleRanges(manifest)
     files = LeafFiles(folder.data, manifest.data)
-    office = TicketOffice(Identity.load(folder.organiser_key), run_id_of(manifest), tokens)
+    office = TicketOffice(
+        Identity.load(folder.organiser_key), run_id_of(manifest), Generation(1), tokens
+    )
     first_heldout = manifest.training.heldout_microbatches.start
     indices = tuple(MicrobatchIndex(m) for m in (0, 2, first_heldout, first_heldout + 1))
     leased = tuple(LeasedMicrobatch(microbatch=m, accumulate=(StageIndex(0),)) for m in indices)

@@ -31,7 +31,6 @@ def filled(*names: str, **options: Any) -> Bench:
     """The first peer of each stage has counted all microbatches."""
     bench = benched(*names, **options)
     bench.fill()
-    bench.tick(0.25)
     return bench
 
 
@@ -62,7 +61,6 @@ def test_no_auditor_is_asked_before_the_peers_on_both_sides_have_counted_it() ->
     assert orders(bench, 1) == []
     assert [order.microbatch for order in orders(bench, 2)] == [0]
     bench.report("b0", 0)
-    bench.tick(1.0)
     (order,) = orders(bench, 1)
     assert order.sources is not None
     assert (order.sources.before, order.sources.behind) == ("b0", "a2")
@@ -77,7 +75,6 @@ def test_a_neighbour_whose_cell_was_cleared_is_waited_for() -> None:
     bench.tick(1.0)
     assert orders(bench, 1) == []
     bench.report("b0", 0)
-    bench.tick(1.0)
     assert [order.sources.before for order in orders(bench, 1) if order.sources] == ["b0"]
 
 
@@ -98,7 +95,6 @@ def test_the_audited_peer_is_asked_after_half_the_time_that_a_step_takes() -> No
     bench = benched(microbatches=1, steps=4)
     bench.run.history.last_applied = replace(bench.applied_step(1, 1), seconds=40.0)
     bench.fill()
-    bench.tick(0.25)
     (order,) = orders(bench, 1)
     assert order.sources is not None
     assert order.sources.patience_seconds == 20.0

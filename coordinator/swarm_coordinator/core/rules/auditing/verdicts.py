@@ -86,6 +86,16 @@ def counted(run: RunState, step: StepState, cell: CellKey, now: float) -> None:
         if drawn or secret:
             # A member that saw all of its cells audited, or more than are drawn, would know.
             begin_audit(run, step, audit_of(run, step, cell, now, secret, hidden=not drawn), now)
+    _ask_beside(run, step, cell, now)
+
+
+def _ask_beside(run: RunState, step: StepState, cell: CellKey, now: float) -> None:
+    """Go on with hidden audits that have waited for this cell."""
+    microbatch, stage = cell
+    for beside in (StageIndex(stage - 1), StageIndex(stage + 1)):
+        audit = step.audits.open.get((microbatch, beside))
+        if audit is not None and audit.hidden and auditors.can_go_on(run, step, audit):
+            _proceed(run, step, audit, now)
 
 
 def _whole_secret(run: RunState, step: StepState, peer: PeerState, stage: StageIndex) -> str:
