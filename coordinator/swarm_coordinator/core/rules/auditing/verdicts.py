@@ -86,7 +86,8 @@ def counted(run: RunState, step: StepState, cell: CellKey, now: float) -> None:
         if drawn or secret:
             # A member that saw all of its cells audited, or more than are drawn, would know.
             begin_audit(run, step, audit_of(run, step, cell, now, secret, hidden=not drawn), now)
-    _ask_beside(run, step, cell, now)
+    if step.audits.open:
+        _ask_beside(run, step, cell, now)
 
 
 def _ask_beside(run: RunState, step: StepState, cell: CellKey, now: float) -> None:
