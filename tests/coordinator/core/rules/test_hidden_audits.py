@@ -9,8 +9,9 @@ from kits.swarm_world.audits import WholeAuditsOnly
 from kits.swarm_world.event_bench import Bench
 from swarm_coordinator.core.rules.auditing.auditors import SHORTEST_PATIENCE_SECONDS
 from swarm_coordinator.core.rules.closing import whole_audits
-from swarm_coordinator.core.trust.audits import AuditBook, AuditSettings
+from swarm_coordinator.core.trust.audits import MAX_IN_HAND, AuditBook, AuditSettings
 from swarm_coordinator.core.trust.classes import Machine
+from swarm_coordinator.simulator.transcripts import simulated_transcript
 from swarm_shared.base.types import PeerId, StageIndex
 from swarm_shared.protocol import Audit
 
@@ -104,12 +105,17 @@ def test_all_cells_of_a_whole_audit_go_to_machines_that_have_computed_like_the_a
     None
 ):
     """Otherwise it has no result."""
-    bench = benched("a0", "b0", "c0", "d0", stages=1, microbatches=4)
+    count = MAX_IN_HAND + 2
+    bench = benched("a0", "b0", "c0", "d0", stages=1, microbatches=count)
     device = bench.peer("a0").profile.device
     audited, other = (Machine(StageIndex(0), PeerId(peer), device) for peer in ("a0", "c0"))
     bench.run.audits.classes.agreed(audited, other)
     bench.fill()
-    assert len(bench.sent("c0", Audit, bench.log)) == len(orders(bench, 0)) == 4
+    assert len(bench.sent("c0", Audit, bench.log)) == MAX_IN_HAND, "the others wait"
+    for order in orders(bench, 0):
+        transcript = simulated_transcript(order.step, order.microbatch, order.stage, order.stage)
+        bench.audited("c0", order, transcript)
+    assert len(bench.sent("c0", Audit, bench.log)) == len(orders(bench, 0)) == count
 
 
 def test_a_seed_that_members_know_serves_no_other_attempt() -> None:

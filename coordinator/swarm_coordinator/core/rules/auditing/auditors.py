@@ -51,6 +51,13 @@ def is_alike(run: RunState, audit: OpenAudit, peer: PeerState) -> bool:
     return run.audits.classes.alike(audit.machine, machine_of(peer, audit.stage))
 
 
+def _has_agreed(run: RunState, audit: OpenAudit, peer: PeerState) -> bool:
+    """Whether a peer has computed like the audited one before, or decides alone."""
+    classes, machine = run.audits.classes, machine_of(peer, audit.stage)
+    trusted = run.audits.settings.trusted_owners
+    return owner_of(peer) in trusted or classes.has_agreed(audit.machine, machine)
+
+
 def ask_one_of(
     run: RunState, step: StepState, audit: OpenAudit, candidates: list[PeerState], now: float
 ) -> None:
@@ -59,19 +66,16 @@ def ask_one_of(
     if not can_go_on(run, step, audit):
         return
     busy = {peer.peer: step.audits.in_hand(peer.peer) for peer in candidates}
-    free = [peer for peer in candidates if busy[peer.peer] < MAX_IN_HAND]
+    alike = [peer for peer in candidates if _has_agreed(run, audit, peer)]
+    # A whole audit has a result only if all of its auditors compute alike: it waits for these.
+    asked = alike if alike and audit.secret else candidates
+    free = [peer for peer in asked if busy[peer.peer] < MAX_IN_HAND]
     if not free:
         return
     trusted = run.audits.settings.trusted_owners
-    alike = [
-        peer
-        for peer in free
-        if owner_of(peer) in trusted
-        or run.audits.classes.has_agreed(audit.machine, machine_of(peer, audit.stage))
-    ]
-    # A whole audit has a result only if all of its auditors compute alike.
-    if alike and (audit.secret or run.audits.draw() < ALIKE_FIRST_SHARE):
-        free = alike
+    free_alike = [peer for peer in alike if busy[peer.peer] < MAX_IN_HAND]
+    if 0 < len(free_alike) < len(free) and run.audits.draw() < ALIKE_FIRST_SHARE:
+        free = free_alike
     lots = {peer.peer: run.audits.draw() for peer in free}
     chosen = min(
         free, key=lambda peer: (owner_of(peer) not in trusted, busy[peer.peer], lots[peer.peer])
