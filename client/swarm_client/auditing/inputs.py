@@ -3,7 +3,7 @@
 The audited peer has them, and learns from the request that it is audited. Where it is not to know,
 its neighbours in the pipeline compute them again: what the stage before has sent is the input, what
 the stage behind has returned is the output's gradient. Token ids and targets are drawn from the
-training data. The digests in the order tell whether all fit, whoever gives them.
+training data. The digests in the order tell whether all fit, whichever peer gives them.
 """
 
 from __future__ import annotations
