@@ -46,7 +46,7 @@ class SimPeer:
         self.sum_lie = SumLie.NONE
         self.shown: set[tuple[int, int]] = set()
         """Steps and microbatches whose inputs it has given to auditors."""
-        self.told_secret = ""
+        self.known_secret = ""
         """The newest secret in an order to audit."""
         self.alive = self.leaving = self.gone = self.hung = False
         self.woke_at = 0.0

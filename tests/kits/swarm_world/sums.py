@@ -88,9 +88,9 @@ def changed(
 
 def forged(world: World, members: tuple[PeerId, ...], reducer: PeerId, total: Gradient) -> Gradient:
     """The sum with a change in the slice of a reducer that has no digest under the first seed of
-    a secret which it has been told as an auditor."""
+    a secret which it knows as an auditor."""
     start, stop = _bounds(world, len(members))[members.index(reducer)]
-    secret = world.peers[reducer].told_secret
+    secret = world.peers[reducer].known_secret
     if not secret or stop - start < 2:
         return total
     world.counts["forged sums"] += 1
@@ -143,7 +143,7 @@ def _sees_all(peer: SimPeer, own: Gradient) -> bool:
 def of_cell(peer: SimPeer, order: Audit) -> tuple[tuple[str, ...], ...]:
     """What an auditor states of a cell: digests of its own part and, at tied ends, the tied one."""
     assert order.secret is not None
-    peer.told_secret = order.secret
+    peer.known_secret = order.secret
     gradient = Counter([(int(order.stage), int(order.microbatch))])
     if peer.sum_lie is SumLie.FALSE_AUDITS:
         gradient[0, -1] += 1

@@ -1,1 +1,1 @@
-"""Audits: who audits what, what follows from the answers, and what is cleared."""
+"""Audits: which peers are asked, what follows from their answers, and what is cleared."""

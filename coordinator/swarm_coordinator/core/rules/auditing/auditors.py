@@ -22,6 +22,7 @@ a step takes, if that is longer."""
 
 
 def machine_of(peer: PeerState, stage: StageIndex) -> Machine:
+    """A peer's device at a stage, as classes know it."""
     return Machine(stage, peer.peer, peer.profile.device)
 
 
@@ -87,6 +88,7 @@ def ask(
     run: RunState, step: StepState, audit: OpenAudit, auditor: PeerState, now: float,
     *, compares: bool = False,
 ) -> None:  # fmt: skip
+    """Send a peer the order to audit; with `compares` it also gets the claim."""
     run.audits.last_audit += 1
     audit.order = Order(
         run.audits.last_audit, auditor.peer, owner_of(auditor), now, compares,

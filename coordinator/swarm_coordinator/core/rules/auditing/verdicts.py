@@ -30,11 +30,7 @@ from swarm_coordinator.core.state.step_table import CellKey
 from swarm_coordinator.core.state.steps import StepState
 from swarm_coordinator.core.state.utilisation import Rejection
 from swarm_coordinator.core.trust import chains
-from swarm_coordinator.core.trust.audits import (
-    Exactly,
-    OpenAudit,
-    Order,
-)
+from swarm_coordinator.core.trust.audits import Exactly, OpenAudit, Order
 from swarm_coordinator.core.trust.whole_audits import CellSums, WholeAudit, sums_of
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
 from swarm_shared.identity.work_statements import AuditStatement
@@ -395,6 +391,7 @@ def _clear(run: RunState, step: StepState, audit: OpenAudit) -> None:
 
 
 def dispute(run: RunState, one: PeerId, other: PeerId, since: float, now: float) -> None:
+    """Charge two peers that contradict each other alike, if both are attached."""
     peers = run.peers.get(one), run.peers.get(other)
     if peers[0] is not None and peers[1] is not None:
         held_up.dispute(run, peers[0], peers[1], since, now, now)
