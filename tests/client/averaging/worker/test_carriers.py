@@ -247,6 +247,7 @@ class Round:
     async def under_way(self, peer: PeerId) -> None:
         """Until the first sum has come to `peer`."""
         while (self.vectors[peer].result == SENTINEL).all():
+            assert self.failures == {}
             await trio.sleep(0.001)
 
 
