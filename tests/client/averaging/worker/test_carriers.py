@@ -41,6 +41,7 @@ from swarm_shared.base.types import PeerId
 from swarm_shared.identity.keys import Identity
 from swarm_shared.network import Node, open_node
 from swarm_shared.protocol.framing import FrameLimits
+from swarm_shared.run.manifest import LimitsConfig
 
 pytestmark = pytest.mark.process
 
@@ -48,6 +49,8 @@ LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 SENTINEL = np.float32(-7)
 # Far above the duration of any test here, even on a busy machine: beyond it something has hung.
 STALL_SECONDS = 30.0
+RUN_STALL_SECONDS = LimitsConfig().round_stall_seconds
+"""A shorter one also finds workers that have no turn for seconds on a busy machine."""
 _names = itertools.count()
 _vectors: list[Vectors] = []
 
@@ -355,7 +358,11 @@ async def test_a_killed_worker_leaves_no_p2pd_comes_back_under_its_old_name_and_
         assert worker.restarts == 2
 
 
-async def test_a_frozen_member_is_named_and_a_cancelled_round_ends_at_once(tmp_path: Path) -> None:
+async def test_a_frozen_member_is_named_and_a_cancelled_round_ends_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Its own daemon would end it a little earlier.
+    monkeypatch.setattr(supervisor, "HUNG_PINGS", 60)
     async with hivemind_swarm(tmp_path, 3) as swarm:
         first, second, victim = swarm.peers
         frozen_pid = swarm.worker(victim).pid
@@ -363,7 +370,7 @@ async def test_a_frozen_member_is_named_and_a_cancelled_round_ends_at_once(tmp_p
         hurt = Round(swarm, swarm.peers, 2**22)
         async with trio.open_nursery() as nursery:
             for peer in swarm.peers:
-                nursery.start_soon(hurt.member, peer, 3.0)
+                nursery.start_soon(hurt.member, peer, RUN_STALL_SECONDS)
             await hurt.under_way(first)
             os.kill(frozen_pid, signal.SIGSTOP)
             while not {first, second} <= set(hurt.failures):

@@ -9,6 +9,7 @@ from kits.swarm_world.audits import WholeAuditsOnly
 from kits.swarm_world.event_bench import Bench
 from swarm_coordinator.core.rules.auditing.auditors import SHORTEST_PATIENCE_SECONDS
 from swarm_coordinator.core.rules.closing import whole_audits
+from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.trust.audits import MAX_IN_HAND, AuditBook, AuditSettings
 from swarm_coordinator.core.trust.classes import Machine
 from swarm_coordinator.simulator.transcripts import simulated_transcript
@@ -86,6 +87,21 @@ def test_a_cell_that_is_drawn_by_itself_is_audited_openly_in_a_whole_audit_too()
         for order in orders(bench, stage):
             assert order.sources is None
             assert order.secret is not None
+
+
+def test_the_evaluation_after_which_nothing_is_averaged_has_no_whole_audits() -> None:
+    without = AuditSettings(audit_share=0.0, probation_cells=0)
+    bench = Bench(
+        audits=WholeAuditsOnly(without, lambda: 0.9),
+        stages=1, steps=1, evaluation=1, microbatches=1, check_sums=True,
+    )  # fmt: skip
+    bench.join_all("a0", "b0")
+    bench.one_step()
+    assert bench.run.phase is RunPhase.EVALUATING
+    bench.run.audits.settings = WHOLE
+    bench.fill()
+    assert orders(bench, 0) == []
+    assert bench.run.history.heldout_loss is not None
 
 
 def test_the_audited_peer_is_asked_after_half_the_time_that_a_step_takes() -> None:

@@ -96,8 +96,9 @@ def _ask_beside(run: RunState, step: StepState, cell: CellKey, now: float) -> No
 
 
 def _whole_secret(run: RunState, step: StepState, peer: PeerState, stage: StageIndex) -> str:
-    """The secret of a member's whole audit, which is drawn with its first cell; empty without."""
-    if not run.checks_sums:
+    """The secret of a member's whole audit, which is drawn with its first cell; empty without, and
+    in the evaluation, after which nothing is averaged."""
+    if not run.checks_sums or run.phase is RunPhase.EVALUATING:
         return ""
     key = (peer.peer, stage)
     if key not in step.audits.drawn:
