@@ -95,7 +95,7 @@ def attach(run: RunState, event: PeerAttached, now: float) -> None:
             if receipt.peer == event.peer and receipt.step > run.history.version
         }
     elif held is not None:
-        run.peers.hold(peer, held, hello.version)
+        run.hold(peer, held, hello.version)
         run.peers.claim(peer, hello.digest)
         run.roster.dirty = True
         run.note(f"{display(peer)} is back with stage {held}", peer.peer)

@@ -86,6 +86,8 @@ def record_heartbeat(run: RunState, peer: PeerState, message: Heartbeat, now: fl
             average = flops_per_second / stage.work_flops
             if abs(average - computed) <= RATE_NOISE * computed:
                 computed = average
+        else:
+            computed = flops_per_second / stage.work_flops  # as measured at other stages
     run.peers.record_rates(
         peer, now, message.queued, min(computed, sent), flops_per_second, up_bytes_per_second,
         uplink_flops_per_second,

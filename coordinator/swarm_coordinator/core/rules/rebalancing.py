@@ -275,7 +275,7 @@ def apply_switches(run: RunState, closing: CloseState) -> None:
         peer = run.peers[peer_id]
         closing.switch_stage(peer_id, stage)
         run.note(f"{display(peer)} switches from stage {peer.stage} to stage {stage}", peer_id)
-        run.peers.hold(peer, stage, peer.version)
+        run.hold(peer, stage, peer.version)
         if run.steps.ahead is not None:
             # Its gradients of the next step belong to the old stage.
             microbatches.clear_counted(run, run.steps.ahead, peer_id, run.stage_indices)

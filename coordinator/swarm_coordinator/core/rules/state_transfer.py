@@ -349,7 +349,7 @@ def ready(run: RunState, peer: PeerState, message: Ready, now: float) -> None:
         if moves:
             transfer.ready = True
             return
-        run.peers.hold(peer, stage, version)
+        run.hold(peer, stage, version)
         run.history.members.add(peer.peer)
         run.roster.dirty = True
         run.note(

@@ -494,7 +494,7 @@ def applied(run: RunState, peer: PeerState, message: Applied, now: float) -> Non
         membership.resync(run, peer, _OTHER_STATE, now)
     elif late and transfer is not None:
         # It missed the Apply while the coordinator was unavailable.
-        run.peers.hold(peer, transfer.stage, version)
+        run.hold(peer, transfer.stage, version)
         run.peers.claim(peer, message.digest)
         microbatches.commit_early_receipts(run, peer, now)
         run.history.members.add(peer.peer)

@@ -17,6 +17,7 @@ from swarm_shared.base.memory import MemoryOffer
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step, Version
 from swarm_shared.identity.credentials import Receipt
 from swarm_shared.protocol import AddressUpdate, Hello, PeerRecord
+from swarm_shared.scheduling.placement.loads import StageLoad
 
 NO_VERSION = Version(0)
 
@@ -89,6 +90,15 @@ class PeerRates:
     queued: int = 0
     counted: int = 0
     """Microbatches that it counted for its stage in the last step."""
+
+    def sent_at(self, stage: StageLoad) -> float:
+        """Return the microbatches per second that its uplink carries at a stage."""
+        return self.up_bytes_per_second / stage.sent_bytes if stage.sent_bytes else math.inf
+
+    def expected_at(self, stage: StageLoad) -> float:
+        """Return the microbatches per second at a stage by what was measured at any; 0 if nothing
+        was."""
+        return min(self.flops_per_second / stage.work_flops, self.sent_at(stage))
 
 
 @dataclass(slots=True)

@@ -23,7 +23,7 @@ from swarm_coordinator.core.state.statistics import RunStatistics
 from swarm_coordinator.core.state.steps import StepsInProgress
 from swarm_coordinator.core.state.utilisation import Rejection
 from swarm_coordinator.core.trust.audits import AuditBook, no_audits
-from swarm_shared.base.types import PeerId, StageIndex
+from swarm_shared.base.types import PeerId, StageIndex, Version
 from swarm_shared.protocol import CoordinatorMessage, PeerRecord
 from swarm_shared.run.manifest import Manifest
 
@@ -78,6 +78,15 @@ class RunState:
         """Count a rejection against a peer, and note it."""
         self.statistics.flag(peer.peer, kind, reason)
         self.note(f"{display(peer)} is flagged: {reason}", peer.peer)
+
+    def hold(self, peer: PeerState, stage: StageIndex, version: Version) -> None:
+        """Let a peer hold a stage, where it computes as elsewhere until it has measured it."""
+        expected = peer.rates.expected_at(self.rebalancing.stages[stage])
+        if expected > 0:
+            peer.rates.microbatches_per_second = expected
+        if peer.stage != stage:
+            peer.rates.reported_microbatches_per_second = 0.0
+        self.peers.hold(peer, stage, version)
 
     @property
     def last_stage(self) -> StageIndex:

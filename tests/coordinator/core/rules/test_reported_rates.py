@@ -18,6 +18,7 @@ from swarm_coordinator.core.state.peers import (
     MOST_RATE_TOLERANCE,
     rate_tolerance,
 )
+from swarm_shared.base.types import StageIndex
 from swarm_shared.protocol import Heartbeat
 
 
@@ -58,6 +59,31 @@ def test_a_rate_that_has_changed_is_in_the_next_roster_and_in_the_stages_rates()
     assert after["b0"] == 9.0
     assert bench.run.peers.roster()[0] != before
     assert bench.run.peers.stage_rows()[0].microbatches_per_second > row.microbatches_per_second
+
+
+def test_a_peer_is_expected_to_compute_at_its_next_stage_as_at_the_last_one() -> None:
+    """Without a measurement it would count as the mean of its stage."""
+    bench = training()
+    stages = bench.run.rebalancing.stages
+    b0 = bench.peer("b0")
+    bench.send("b0", Heartbeat(microbatches_per_second=3.0))
+    bench.run.hold(b0, StageIndex(1), b0.version)
+    expected = 3.0 * stages[0].work_flops / stages[1].work_flops
+    assert published_rate(bench, "b0") == pytest.approx(expected)
+    for nothing_measured in (Heartbeat(), Heartbeat(microbatches_per_second=0.0)):
+        bench.send("b0", nothing_measured)
+        assert b0.rates.microbatches_per_second == pytest.approx(expected)
+        assert b0.rates.flops_per_second == pytest.approx(3.0 * stages[0].work_flops)
+    bench.send("b0", Heartbeat(microbatches_per_second=7.0))
+    assert b0.rates.microbatches_per_second == 7.0
+
+
+def test_a_slow_uplink_bounds_what_is_expected_at_the_next_stage() -> None:
+    bench = training()
+    b0, stage = bench.peer("b0"), bench.run.rebalancing.stages[1]
+    bench.send("b0", Heartbeat(microbatches_per_second=3.0, up_bytes_per_second=stage.sent_bytes))
+    bench.run.hold(b0, StageIndex(1), b0.version)
+    assert published_rate(bench, "b0") == pytest.approx(1.0)
 
 
 def test_the_roster_of_a_step_has_the_average_of_reports_that_differ_by_noise() -> None:
