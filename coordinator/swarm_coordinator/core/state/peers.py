@@ -91,14 +91,12 @@ class PeerRates:
     counted: int = 0
     """Microbatches that it counted for its stage in the last step."""
 
-    def sent_at(self, stage: StageLoad) -> float:
-        """Return the microbatches per second that its uplink carries at a stage."""
-        return self.up_bytes_per_second / stage.sent_bytes if stage.sent_bytes else math.inf
-
     def expected_at(self, stage: StageLoad) -> float:
         """Return the microbatches per second at a stage by what was measured at any; 0 if nothing
-        was."""
-        return min(self.flops_per_second / stage.work_flops, self.sent_at(stage))
+        was. A heartbeat and a placement compute the same inline: they run thousands of times a
+        second."""
+        sent = self.up_bytes_per_second / stage.sent_bytes if stage.sent_bytes else math.inf
+        return min(self.flops_per_second / stage.work_flops, sent)
 
 
 @dataclass(slots=True)

@@ -80,7 +80,8 @@ class RunState:
         self.note(f"{display(peer)} is flagged: {reason}", peer.peer)
 
     def hold(self, peer: PeerState, stage: StageIndex, version: Version) -> None:
-        """Let a peer hold a stage, where it computes as elsewhere until it has measured it."""
+        """Let a peer hold a stage. Until it has measured there, its rate is what follows from the
+        stages where it has."""
         expected = peer.rates.expected_at(self.rebalancing.stages[stage])
         if expected > 0:
             peer.rates.microbatches_per_second = expected

@@ -87,6 +87,24 @@ def test_a_decision_names_its_peer_its_gain_and_its_cost() -> None:
     assert told(bench)["on_the_way"] == 1
 
 
+def test_a_peer_that_has_moved_counts_with_the_rate_that_it_measured_before() -> None:
+    """And not with the mean of its new stage, until it has measured there."""
+    bench = lopsided()
+    mover = decided(bench)
+    bench.send(mover, Heartbeat(microbatches_per_second=5.0))
+    fetch_beside(bench, mover)
+    bench.send(mover, Ready(stage=StageIndex(1), version=Version(1), digest="d"))
+    bench.one_step()
+    (rate,) = (
+        record.microbatches_per_second
+        for record in bench.run.peers.roster()[1]
+        if record.peer == mover
+    )
+    expected = bench.peer(mover).rates.flops_per_second / bench.run.rebalancing.stages[1].work_flops
+    assert rate == pytest.approx(expected)
+    assert rate > 1.2
+
+
 def test_the_old_stage_is_served_until_a_step_is_applied_with_the_new_one() -> None:
     bench = lopsided()
     mover = decided(bench)
