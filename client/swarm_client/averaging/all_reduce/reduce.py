@@ -26,6 +26,7 @@ behaviour of hivemind's averager under churn (docs: facts on hivemind).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TypeVar
@@ -59,11 +60,18 @@ from swarm_client.averaging.all_reduce.received import ReceivedPieces
 from swarm_client.averaging.all_reduce.routes import StreamTraffic
 from swarm_client.fault_injection import faults
 from swarm_shared.base.errors import NetworkError, ProtocolError
+from swarm_shared.base.types import PeerId
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 ABORT_GRACE_SECONDS = 0.5
 """Seconds for an ABORT frame to reach the others before the streams are dropped."""
+STREAMS_PER_REDUCER = 3
+"""Most streams that a member opens to a reducer until one is accepted. p2pd dials all addresses of
+a peer and closes all connections but the first, while the peer may have opened a stream over
+another one of them (docs/decisions, number 0011)."""
 INLINE_ELEMENTS = 16 * 1024
 """Largest piece, in elements, that is computed without a thread: on smaller ones the work takes
 less time than handing it to a thread."""
@@ -262,22 +270,7 @@ class _Round:
 
     async def _exchange_with_reducer(self, reducer: int, pumps: anyio.abc.TaskGroup) -> None:
         """Send this member's part of slice `reducer` and take its sums."""
-        peer = self.spec.members[reducer]
-        try:
-            channel = await self._carrier.open(peer)
-        except (NetworkError, ProtocolError) as error:
-            raise RoundFailed(
-                f"member {peer} cannot be reached ({error})",
-                peer,
-                failure=RoundFailure.UNREACHABLE,
-            ) from error
-        link = self._add_link(MemberLink(channel, peer, self.state, on_failure=self._fail), pumps)
-        await link.send_hello(self._digest)
-        # Nothing but HELLO is sent before the other side has begun: an unread stream would fill
-        # up, and some carriers reset such a stream.
-        await link.receive(FrameKind.ACCEPT)
-        link.accepted = True
-        self._attendance.to_accept.discard(peer)
+        link = await self._join(self.spec.members[reducer], pumps)
         credit = anyio.Semaphore(self.spec.window_pieces)
         async with anyio.create_task_group() as both:
             both.start_soon(self._guarded, self._send_parts, link, credit)
@@ -286,6 +279,42 @@ class _Round:
         link.finished = True
         link.finish(closes_last=True)
         await link.pumped.wait()
+
+    async def _join(self, peer: PeerId, pumps: anyio.abc.TaskGroup) -> MemberLink:
+        """Open a stream to a reducer and wait until that has accepted it.
+
+        One of p2pd's that ends before is opened again, a few times.
+        """
+        for left in reversed(range(STREAMS_PER_REDUCER)):
+            link = await self._open(peer, pumps)
+            await link.send_hello(self._digest)
+            # Nothing but HELLO is sent before the other side has begun: an unread stream would fill
+            # up, and some carriers reset such a stream.
+            try:
+                await link.receive(FrameKind.ACCEPT)
+                break
+            except RoundFailed as failure:
+                lost = failure.failure is RoundFailure.CARRIER and failure.aborted_by is None
+                if not lost or not left:
+                    raise
+                logger.info("%s; it is opened again", failure)
+                self._attendance.links.remove(link)
+                link.finished = True
+                link.finish()
+        link.accepted = True
+        self._attendance.to_accept.discard(peer)
+        return link
+
+    async def _open(self, peer: PeerId, pumps: anyio.abc.TaskGroup) -> MemberLink:
+        try:
+            channel = await self._carrier.open(peer)
+        except (NetworkError, ProtocolError) as error:
+            raise RoundFailed(
+                f"member {peer} cannot be reached ({error})",
+                peer,
+                failure=RoundFailure.UNREACHABLE,
+            ) from error
+        return self._add_link(MemberLink(channel, peer, self.state, on_failure=self._fail), pumps)
 
     async def _send_parts(self, link: MemberLink, credit: anyio.Semaphore) -> None:
         part = self._slices[link.peer_index]

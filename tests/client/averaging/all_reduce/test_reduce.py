@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -27,6 +28,8 @@ from swarm_client.averaging.all_reduce.incoming import (
     IncomingHub,
 )
 from swarm_client.averaging.all_reduce.plan import RoundSpec, plan_digest, round_tag
+from swarm_client.averaging.all_reduce.reduce import STREAMS_PER_REDUCER
+from swarm_client.averaging.all_reduce.routes import Route
 from swarm_shared.base.errors import LinkClosed
 from swarm_shared.base.types import PeerId
 from swarm_shared.run.codec_sizes import AVERAGE_CODECS, AverageCodec
@@ -306,6 +309,47 @@ def test_a_member_that_cannot_be_reached_fails_the_round_at_once(run: Any) -> No
     run(group, body, names=(A,))
     assert group.failures[A].culprit == B
     assert "cannot be reached" in group.failures[A].reason
+
+
+class DoomedStreams:
+    """A carrier over p2pd, of whose streams to each peer the first ones end at once."""
+
+    def __init__(self, inner: MemoryCarrier, doomed: int) -> None:
+        self._inner, self._doomed = inner, doomed
+        self._opened = Counter[PeerId]()
+
+    async def open(self, peer: PeerId) -> MemoryChannel:
+        self._opened[peer] += 1
+        channel, far_end = MemoryChannel.pair()
+        if self._opened[peer] <= self._doomed:
+            await far_end.aclose()
+        else:
+            channel = await self._inner.open(peer)
+        channel.route = Route.P2PD
+        return channel
+
+    def incoming(self, spec: RoundSpec, tag: bytes) -> Any:
+        return self._inner.incoming(spec, tag)
+
+
+@pytest.mark.parametrize("doomed", range(STREAMS_PER_REDUCER + 1))
+def test_a_stream_over_p2pd_that_ends_before_it_is_accepted_is_opened_again(
+    run: Any, doomed: int
+) -> None:
+    group = Group((A, B, C), 5_000)
+
+    async def body(carriers: dict[PeerId, MemoryCarrier]) -> None:
+        async with anyio.create_task_group() as tasks:
+            for name, carrier in carriers.items():
+                ours = DoomedStreams(carrier, doomed) if name == A else carrier
+                tasks.start_soon(group.member, group.spec(name), ours)
+
+    run(group, body)
+    if doomed == STREAMS_PER_REDUCER:
+        assert group.failures[A].failure is RoundFailure.CARRIER
+    else:
+        assert group.failures == {}
+        assert group.results[A].tobytes() == group.in_order().tobytes()
 
 
 def test_a_member_with_another_plan_is_refused_before_any_data(run: Any) -> None:
