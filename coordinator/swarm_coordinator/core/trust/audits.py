@@ -42,6 +42,11 @@ MAX_IN_HAND = 4
 """Most audits that one auditor is asked for at a time; others wait until it has answered."""
 
 
+AuditKey = tuple[MicrobatchIndex, StageIndex, PeerId]
+"""A cell and the audited peer: what one has counted may be audited while another one has counted
+the cell again."""
+
+
 @dataclass(frozen=True, slots=True)
 class AuditSettings:
     """Settings of `[trust]` in run.toml."""
@@ -118,6 +123,11 @@ class OpenAudit:
     can seem like a peer by stating what that has signed."""
 
     @property
+    def key(self) -> AuditKey:
+        """Of what it is; one is open of each at a time."""
+        return self.microbatch, self.stage, self.peer
+
+    @property
     def stage(self) -> StageIndex:
         return self.machine.stage
 
@@ -162,11 +172,11 @@ class OpenAudit:
 class StepAudits:
     """The audits of one step in progress."""
 
-    open: dict[tuple[MicrobatchIndex, StageIndex], OpenAudit] = field(default_factory=dict)
+    open: dict[AuditKey, OpenAudit] = field(default_factory=dict)
     broken: dict[MicrobatchIndex, tuple[StageIndex, StageIndex]] = field(default_factory=dict)
     """Microbatches whose transcripts do not fit, and at which boundary; cleared when the audits of
     both sides have ended."""
-    dropping: set[tuple[MicrobatchIndex, StageIndex, PeerId]] = field(default_factory=set)
+    dropping: set[AuditKey] = field(default_factory=set)
     """Cells that were cleared while their peers live, until they have dropped them. Receipts of
     these do not count meanwhile."""
 
@@ -181,9 +191,7 @@ class StepAudits:
     def stages(self) -> set[StageIndex]:
         """The stages of which something may still be taken out."""
         doubted = {stage for pair in self.broken.values() for stage in pair}
-        return (
-            doubted | {stage for _, stage in self.open} | {stage for _, stage, _ in self.dropping}
-        )
+        return doubted | {stage for of in (self.open, self.dropping) for _, stage, _ in of}
 
     def in_hand(self, peer: PeerId) -> int:
         """Number of audits that a peer has been asked for."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from kits.swarm_world.audits import WholeAuditsOnly
 from kits.swarm_world.event_bench import Bench
-from swarm_coordinator.core.rules.auditing.auditors import SHORTEST_PATIENCE_SECONDS
+from swarm_coordinator.core.rules.auditing.auditors import AUDIT_SECONDS
 from swarm_coordinator.core.rules.closing import whole_audits
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.trust.audits import MAX_IN_HAND, AuditBook, AuditSettings
@@ -104,11 +104,11 @@ def test_the_evaluation_after_which_nothing_is_averaged_has_no_whole_audits() ->
     assert bench.run.history.heldout_loss is not None
 
 
-def test_the_audited_peer_is_asked_after_half_the_time_that_a_step_takes() -> None:
+def test_the_audited_peer_is_asked_after_half_the_time_that_an_auditor_has() -> None:
     bench = filled(microbatches=1, steps=4)
     (first,) = orders(bench, 1)
     assert first.sources is not None
-    assert first.sources.patience_seconds == SHORTEST_PATIENCE_SECONDS
+    assert first.sources.patience_seconds == AUDIT_SECONDS / 2
     bench = benched(microbatches=1, steps=4)
     bench.run.history.last_applied = replace(bench.applied_step(1, 1), seconds=40.0)
     bench.fill()

@@ -15,6 +15,7 @@ from kits.swarm_world.sweep import run_to_the_end
 from kits.swarm_world.world import World
 from swarm_coordinator.core.events import SumsStated, VerdictRecord
 from swarm_coordinator.core.rules import held_up
+from swarm_coordinator.core.rules.auditing.auditors import AUDIT_SECONDS
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.trust.audits import AuditBook, AuditSettings
 from swarm_coordinator.simulator.transcripts import simulated_transcript
@@ -166,6 +167,14 @@ def test_what_contradicts_the_audits_is_audited_again_by_others_before_it_counts
     assert len(bench.sent("a0", Close, bench.log)) == 1, "the close waits"
 
 
+def test_auditors_that_confirm_a_doubt_wait_longer_for_the_peers_beside_the_member() -> None:
+    """The member itself may have left, or has no reason to give them anything."""
+    bench = contested()
+    bench.tick(0.25)
+    confirming = {order.sources for _, order in orders(bench)[2:]}
+    assert {sources and sources.patience_seconds for sources in confirming} == {AUDIT_SECONDS}
+
+
 def test_a_member_that_added_something_is_expelled_with_the_evidence() -> None:
     bench = contested()
     bench.tick(0.25)
@@ -179,6 +188,23 @@ def test_a_member_that_added_something_is_expelled_with_the_evidence() -> None:
     assert record.statements[0] == "sums of a0"
     assert set(record.statements[1:]) == {"signed by b0", "signed by c0"}
     assert all(cell.peer != "a0" for _, cell in bench.step().table.items())
+
+
+def test_what_another_peer_counts_of_a_contested_cell_is_audited_beside_the_contest() -> None:
+    bench = contested("a0", "b0", "c0", "d0")
+    bench.tick(0.25)
+    bench.lose("a0")
+    doubted = [(auditor, order) for auditor, order in orders(bench)[2:] if order.peer == "a0"]
+    bench.report("b0", 0, 1)
+    assert {order.microbatch for _, order in orders(bench) if order.peer == "b0"} == {0, 1}
+    for auditor, order in doubted:
+        answer(bench, auditor, order)
+    bench.tick(0.25)
+    for auditor, order in orders(bench)[2:]:
+        if order.peer == "a0" and (auditor, order) not in doubted:
+            answer(bench, auditor, order)
+    bench.tick(0.25)
+    assert lost(bench) == ["a0"]
 
 
 def first_auditor(bench: Bench) -> str:

@@ -1,12 +1,15 @@
 """A coordinator that audits every member whole, and no cell by itself: with this folder on
 PYTHONPATH, Python imports this module at its start. So no audited peer sees an audit, as long as
-the peers beside it give the inputs."""
+the peers beside it give the inputs; auditors wait a minute for them, however slow the machine."""
 
 from __future__ import annotations
 
 import random
 
+from swarm_coordinator.core.rules.auditing import auditors, verdicts
 from swarm_coordinator.core.trust.audits import AuditBook
+
+WAIT_SECONDS = 60.0
 
 _honest = random.SystemRandom.random
 
@@ -20,4 +23,6 @@ def _draws_none(*_: object) -> bool:
 
 
 random.SystemRandom.random = _below_half  # type: ignore[method-assign]
+auditors.AUDIT_SECONDS = 2 * WAIT_SECONDS
+verdicts.HOLD_SECONDS = 2 * WAIT_SECONDS
 AuditBook.draws = _draws_none  # type: ignore[method-assign, assignment]

@@ -315,13 +315,17 @@ def _part_while_unwatched(module: ModuleType) -> None:
 
 
 def _gone_when_doubted(module: ModuleType) -> None:
-    """End at once when an attempt to close is aborted."""
-    from swarm_shared.protocol import AbortRound
+    """End at once when an attempt to close is aborted in which the sums have been checked."""
+    from swarm_shared.protocol import AbortRound, Close, SumCheck
 
     honest = module.Member.handle
+    checked = False
 
     def handle(self: Any, message: Any) -> None:
-        if isinstance(message, AbortRound):
+        nonlocal checked
+        if isinstance(message, Close | SumCheck):
+            checked = isinstance(message, SumCheck)
+        if isinstance(message, AbortRound) and checked:
             os.kill(os.getpid(), signal.SIGKILL)
         honest(self, message)
 

@@ -16,9 +16,9 @@ from swarm_shared.base.types import PeerId, StageIndex
 from swarm_shared.protocol import Audit, AuditSources
 from swarm_shared.trust.votes import MAX_VOTERS
 
-SHORTEST_PATIENCE_SECONDS = 1.0
-"""Least seconds after which an auditor of a hidden audit asks the audited peer: half the time that
-a step takes, if that is longer."""
+AUDIT_SECONDS = 5.0
+"""Seconds that an auditor has for its answer, at least: the time that a step takes, if that is
+longer."""
 
 
 def machine_of(peer: PeerState, stage: StageIndex) -> Machine:
@@ -132,15 +132,24 @@ def _beside(run: RunState, step: StepState, audit: OpenAudit) -> dict[StageIndex
 
 def _sources(run: RunState, step: StepState, audit: OpenAudit) -> AuditSources | None:
     """Who gives the inputs of an audit which the audited peer is not to see; None if one of these
-    peers is gone."""
+    peers is gone.
+
+    The auditor waits for them half of the time that it has, and then asks the audited peer. Where
+    that is contested it waits all of the time: the peer may have left, or give nothing.
+    """
     beside = _beside(run, step, audit)
     if beside is None or not run.peers.keys() >= set(beside.values()):
         return None
     return AuditSources(
         before=beside.get(StageIndex(audit.stage - 1)),
         behind=beside.get(StageIndex(audit.stage + 1)),
-        patience_seconds=max(SHORTEST_PATIENCE_SECONDS, step_seconds(run, step) / 2),
+        patience_seconds=answer_seconds(run, step) * (1.0 if audit.confirms else 0.5),
     )
+
+
+def answer_seconds(run: RunState, step: StepState) -> float:
+    """Time limit of an auditor's answer."""
+    return max(AUDIT_SECONDS, step_seconds(run, step))
 
 
 def step_seconds(run: RunState, step: StepState) -> float:

@@ -26,7 +26,9 @@ def clear_cell(run: RunState, step: StepState, cell: CellKey) -> None:
         return
     del step.table[cell]
     run.statistics.work.cleared += 1
-    step.audits.open.pop(cell, None)
+    audit = step.audits.open.get((*cell, known.peer))
+    if audit is not None and not audit.confirms:
+        del step.audits.open[audit.key]
     drop(run, step, cell, known.peer)
 
 

@@ -43,9 +43,6 @@ from swarm_shared.trust.votes import (
     outcome,
 )
 
-AUDIT_SECONDS = 5.0
-"""Seconds that an auditor has for its answer, at least."""
-
 HOLD_SECONDS = 2.0
 """Seconds for which audits delay the close of a step, at least: longer ones take half the time of
 the step's work, or four times that if all of it is audited."""
@@ -74,7 +71,7 @@ def counted(run: RunState, step: StepState, cell: CellKey, now: float) -> None:
     broken = _break_at(step, cell)
     if broken is not None and microbatch not in step.audits.broken:
         _suspect(run, step, microbatch, broken, now)
-    elif cell not in step.audits.open:
+    elif not _is_audited(step, cell):
         peer = run.peers[step.table[cell].peer]
         checked = run.audits.settings.check_sums
         secret = _whole_secret(run, step, peer, cell[1]) if checked else ""
@@ -90,9 +87,20 @@ def _ask_beside(run: RunState, step: StepState, cell: CellKey, now: float) -> No
     """Go on with hidden audits that have waited for this cell."""
     microbatch, stage = cell
     for beside in (StageIndex(stage - 1), StageIndex(stage + 1)):
-        audit = step.audits.open.get((microbatch, beside))
+        audit = _open_audit(step, (microbatch, beside))
         if audit is not None and audit.hidden and auditors.can_go_on(run, step, audit):
             _proceed(run, step, audit, now)
+
+
+def _open_audit(step: StepState, cell: CellKey) -> OpenAudit | None:
+    """The audit of a cell as the peer holds it that has counted it last."""
+    known = step.table.get(cell)
+    return step.audits.open.get((*cell, known.peer)) if known is not None else None
+
+
+def _is_audited(step: StepState, cell: CellKey) -> bool:
+    audit = _open_audit(step, cell)
+    return audit is not None and _current(step, audit)
 
 
 def _whole_secret(run: RunState, step: StepState, peer: PeerState, stage: StageIndex) -> str:
@@ -129,7 +137,7 @@ def _suspect(
     """Audit both sides of a boundary at which two receipts contradict each other."""
     step.audits.broken[microbatch] = broken
     for stage in broken:
-        if (microbatch, stage) not in step.audits.open:
+        if _open_audit(step, (microbatch, stage)) is None:
             begin_audit(run, step, audit_of(run, step, (microbatch, stage), now), now)
     _settle_broken(run, step, microbatch, now)
 
@@ -153,7 +161,7 @@ def begin_audit(run: RunState, step: StepState, audit: OpenAudit, now: float) ->
     """Begin an audit, if there is an auditor."""
     candidates = auditors.candidates(run, audit)
     if candidates:
-        step.audits.open[audit.microbatch, audit.stage] = audit
+        step.audits.open[audit.key] = audit
         auditors.ask_one_of(run, step, audit, candidates, now)
     return bool(candidates)
 
@@ -164,11 +172,11 @@ def begin_audit(run: RunState, step: StepState, audit: OpenAudit, now: float) ->
 def answered(run: RunState, peer: PeerState, event: AuditAnswered, now: float) -> None:
     """Handle an auditor's answer; one that was not asked for, or of another cell, is ignored."""
     for step in run.steps.open():
-        for cell, audit in step.audits.open.items():
+        for audit in step.audits.open.values():
             order = audit.order
             if order is not None and (order.audit, order.auditor) == (event.audit, peer.peer):
                 if not _current(step, audit):
-                    del step.audits.open[cell]
+                    del step.audits.open[audit.key]
                 else:
                     _record(run, step, audit, order, event, now)
                 _ask_free_auditors(run, step, now)
@@ -177,8 +185,8 @@ def answered(run: RunState, peer: PeerState, event: AuditAnswered, now: float) -
 
 def _ask_free_auditors(run: RunState, step: StepState, now: float) -> None:
     """Go on with audits that wait until a peer has less in hand."""
-    for cell, audit in list(step.audits.open.items()):
-        if auditors.can_go_on(run, step, audit) and audit is step.audits.open.get(cell):
+    for key, audit in list(step.audits.open.items()):
+        if auditors.can_go_on(run, step, audit) and audit is step.audits.open.get(key):
             _proceed(run, step, audit, now)
 
 
@@ -271,7 +279,7 @@ def _proceed(run: RunState, step: StepState, audit: OpenAudit, now: float) -> No
         if candidates:
             auditors.ask_one_of(run, step, audit, candidates, now)
             return
-    del step.audits.open[audit.microbatch, audit.stage]
+    del step.audits.open[audit.key]
     _conclude(run, step, audit, found, now)
     _settle_broken(run, step, audit.microbatch, now)
 
@@ -484,7 +492,7 @@ def _settle_broken(run: RunState, step: StepState, microbatch: MicrobatchIndex, 
     computed the microbatch: then one path computes all of it again.
     """
     broken = step.audits.broken.get(microbatch)
-    if broken is None or any((microbatch, stage) in step.audits.open for stage in broken):
+    if broken is None or any(_open_audit(step, (microbatch, stage)) for stage in broken):
         return
     del step.audits.broken[microbatch]
     holders = [cell.peer for s in broken if (cell := step.table.get((microbatch, s))) is not None]
@@ -511,25 +519,23 @@ def advance(run: RunState, now: float) -> None:
     for step in run.steps.open():
         if not step.audits.open:
             continue
-        limit = max(AUDIT_SECONDS, auditors.step_seconds(run, step))
-        for _, audit in _current_audits(run, step, now):
+        limit = auditors.answer_seconds(run, step)
+        for audit in _current_audits(run, step, now):
             if audit.order is not None and _is_overdue(run, audit.order, limit, now):
                 audit.order = None
             if auditors.can_go_on(run, step, audit):
                 _proceed(run, step, audit, now)
 
 
-def _current_audits(
-    run: RunState, step: StepState, now: float
-) -> Iterator[tuple[CellKey, OpenAudit]]:
+def _current_audits(run: RunState, step: StepState, now: float) -> Iterator[OpenAudit]:
     """Yield the open audits, and end those whose cell the peer does not hold any more."""
-    for cell, audit in list(step.audits.open.items()):
-        if audit is not step.audits.open.get(cell):
+    for key, audit in list(step.audits.open.items()):
+        if audit is not step.audits.open.get(key):
             continue
         if _current(step, audit):
-            yield cell, audit
+            yield audit
         else:
-            del step.audits.open[cell]
+            del step.audits.open[key]
             _settle_broken(run, step, audit.microbatch, now)
 
 
@@ -543,14 +549,14 @@ def delay_close(run: RunState, step: StepState, now: float) -> bool:
         return False
     wait = max(HOLD_SECONDS, held_up.pace(step) * (0.5 + 3.5 * run.audits.settings.audit_share))
     waiting = False
-    for cell, audit in _current_audits(run, step, now):
+    for audit in _current_audits(run, step, now):
         disputed = audit.disputed or audit.microbatch in step.audits.broken
         since = max(step.complete_at, audit.opened_at)
         factor = DISPUTE_FACTOR if disputed else HIDDEN_FACTOR if audit.hidden else 1.0
         if now < since + wait * factor:
             waiting = True
             continue
-        step.audits.open.pop(cell)
+        del step.audits.open[audit.key]
         _conclude(run, step, audit, Outcome.OPEN, now)
         _settle_broken(run, step, audit.microbatch, now)
     return waiting or bool(run.audits.expelled)

@@ -137,10 +137,10 @@ def _audit_anew(
     run: RunState, step: StepState, cell: CellKey, whole: WholeAudit, now: float
 ) -> bool:
     """Audit a cell under the secret of a whole audit, unless it is being audited so."""
-    known = step.audits.open.get(cell)
+    audit = verdicts.audit_of(run, step, cell, now, whole.secret, hidden=True)
+    known = step.audits.open.get(audit.key)
     if known is not None and (known.votes or known.secret == whole.secret):
         return False
-    audit = verdicts.audit_of(run, step, cell, now, whole.secret, hidden=True)
     return verdicts.begin_audit(run, step, audit, now)
 
 
@@ -191,8 +191,7 @@ def _proceed(
             contest.machine, microbatch, contest.owner, claim, now, contest.binding,
             secret=whole.secret, asked=asked, confirms=True, hidden=True,
         )  # fmt: skip
-        is_open = (microbatch, stage) in step.audits.open
-        if is_open or verdicts.begin_audit(run, step, audit, now):
+        if audit.key in step.audits.open or verdicts.begin_audit(run, step, audit, now):
             waiting = True
     if not waiting:
         _undecided(run, step, member, known, contest, now)
