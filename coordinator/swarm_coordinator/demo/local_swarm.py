@@ -33,7 +33,7 @@ COORDINATOR_NAME = "coordinator"
 
 COORDINATOR_START_SECONDS = 60.0
 """Seconds for the coordinator to start serving."""
-INVITE_SECONDS = 30.0
+INVITE_SECONDS = 60.0
 """Seconds for the `invite` command."""
 
 EXIT_SECONDS = 60.0
