@@ -71,7 +71,7 @@ def counted(run: RunState, step: StepState, cell: CellKey, now: float) -> None:
     broken = _break_at(step, cell)
     if broken is not None and microbatch not in step.audits.broken:
         _suspect(run, step, microbatch, broken, now)
-    elif not _is_audited(step, cell):
+    elif not step.audits.open or not _is_audited(step, cell):
         peer = run.peers[step.table[cell].peer]
         checked = run.audits.settings.check_sums
         secret = _whole_secret(run, step, peer, cell[1]) if checked else ""
