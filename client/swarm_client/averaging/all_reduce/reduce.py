@@ -72,6 +72,9 @@ STREAMS_PER_REDUCER = 3
 """Most streams that a member opens to a reducer until one is accepted. p2pd dials all addresses of
 a peer and closes all connections but the first, while the peer may have opened a stream over
 another one of them (docs/decisions, number 0011)."""
+REOPENING_SECONDS = 2.5
+"""Age in seconds up to which such a stream is opened again: as long as a dial with its handshakes
+takes. One that ends later was refused by the reducer."""
 INLINE_ELEMENTS = 16 * 1024
 """Largest piece, in elements, that is computed without a thread: on smaller ones the work takes
 less time than handing it to a thread."""
@@ -283,10 +286,11 @@ class _Round:
     async def _join(self, peer: PeerId, pumps: anyio.abc.TaskGroup) -> MemberLink:
         """Open a stream to a reducer and wait until that has accepted it.
 
-        One of p2pd's that ends before is opened again, a few times.
+        One of p2pd's that soon ends instead is opened again, a few times.
         """
         for left in reversed(range(STREAMS_PER_REDUCER)):
             link = await self._open(peer, pumps)
+            opened_at = anyio.current_time()
             await link.send_hello(self._digest)
             # Nothing but HELLO is sent before the other side has begun: an unread stream would fill
             # up, and some carriers reset such a stream.
@@ -295,7 +299,8 @@ class _Round:
                 break
             except RoundFailed as failure:
                 lost = failure.failure is RoundFailure.CARRIER and failure.aborted_by is None
-                if not lost or not left:
+                is_old = anyio.current_time() - opened_at > REOPENING_SECONDS
+                if not lost or is_old or not left:
                     raise
                 logger.info("%s; it is opened again", failure)
                 self._attendance.links.remove(link)

@@ -12,6 +12,7 @@ import anyio.lowlevel
 import numpy as np
 import pytest
 import trio.testing
+from anyio.abc import TaskGroup
 
 from client.averaging.all_reduce.conftest import Body
 from kits.averaging.memory_carrier import MemoryCarrier, MemoryChannel
@@ -312,17 +313,25 @@ def test_a_member_that_cannot_be_reached_fails_the_round_at_once(run: Any) -> No
 
 
 class DoomedStreams:
-    """A carrier over p2pd, of whose streams to each peer the first ones end at once."""
+    """A carrier over p2pd, of whose streams to each peer the first ones end by themselves."""
 
-    def __init__(self, inner: MemoryCarrier, doomed: int) -> None:
+    def __init__(
+        self, inner: MemoryCarrier, doomed: int, tasks: TaskGroup, after_seconds: float = 0.0
+    ) -> None:
         self._inner, self._doomed = inner, doomed
-        self._opened = Counter[PeerId]()
+        self._tasks, self._after_seconds = tasks, after_seconds
+        self.opened = Counter[PeerId]()
 
     async def open(self, peer: PeerId) -> MemoryChannel:
-        self._opened[peer] += 1
+        self.opened[peer] += 1
         channel, far_end = MemoryChannel.pair()
-        if self._opened[peer] <= self._doomed:
-            await far_end.aclose()
+        if self.opened[peer] <= self._doomed:
+
+            async def end() -> None:
+                await anyio.sleep(self._after_seconds)
+                await far_end.aclose()
+
+            self._tasks.start_soon(end)
         else:
             channel = await self._inner.open(peer)
         channel.route = Route.P2PD
@@ -341,7 +350,7 @@ def test_a_stream_over_p2pd_that_ends_before_it_is_accepted_is_opened_again(
     async def body(carriers: dict[PeerId, MemoryCarrier]) -> None:
         async with anyio.create_task_group() as tasks:
             for name, carrier in carriers.items():
-                ours = DoomedStreams(carrier, doomed) if name == A else carrier
+                ours = DoomedStreams(carrier, doomed, tasks) if name == A else carrier
                 tasks.start_soon(group.member, group.spec(name), ours)
 
     run(group, body)
@@ -350,6 +359,21 @@ def test_a_stream_over_p2pd_that_ends_before_it_is_accepted_is_opened_again(
     else:
         assert group.failures == {}
         assert group.results[A].tobytes() == group.in_order().tobytes()
+
+
+def test_a_stream_over_p2pd_that_ends_late_was_refused_and_is_not_opened_again() -> None:
+    group = Group((A, B), 5_000)
+    opened: list[int] = []
+
+    async def body(carriers: dict[PeerId, MemoryCarrier]) -> None:
+        async with anyio.create_task_group() as tasks:
+            refused = DoomedStreams(carriers[A], 1, tasks, UNADMITTED_SECONDS)
+            await group.member(group.spec(A), refused)
+            opened.append(refused.opened[B])
+
+    on_virtual_time(group, body)
+    assert group.failures[A].failure is RoundFailure.CARRIER
+    assert opened == [1]
 
 
 def test_a_member_with_another_plan_is_refused_before_any_data(run: Any) -> None:
