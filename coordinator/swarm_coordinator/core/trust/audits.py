@@ -42,9 +42,9 @@ MAX_IN_HAND = 4
 """Most audits that one auditor is asked for at a time; others wait until it has answered."""
 
 
-AuditKey = tuple[MicrobatchIndex, StageIndex, PeerId]
-"""A cell and the audited peer: what one has counted may be audited while another one has counted
-the cell again."""
+CountedCell = tuple[MicrobatchIndex, StageIndex, PeerId]
+"""A cell, and a peer that has counted it: that may be audited while another one has counted the cell
+again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +123,8 @@ class OpenAudit:
     can seem like a peer by stating what that has signed."""
 
     @property
-    def key(self) -> AuditKey:
-        """Of what it is; one is open of each at a time."""
+    def key(self) -> CountedCell:
+        """What is audited; one audit of it is open at a time."""
         return self.microbatch, self.stage, self.peer
 
     @property
@@ -172,11 +172,11 @@ class OpenAudit:
 class StepAudits:
     """The audits of one step in progress."""
 
-    open: dict[AuditKey, OpenAudit] = field(default_factory=dict)
+    open: dict[CountedCell, OpenAudit] = field(default_factory=dict)
     broken: dict[MicrobatchIndex, tuple[StageIndex, StageIndex]] = field(default_factory=dict)
     """Microbatches whose transcripts do not fit, and at which boundary; cleared when the audits of
     both sides have ended."""
-    dropping: set[AuditKey] = field(default_factory=set)
+    dropping: set[CountedCell] = field(default_factory=set)
     """Cells that were cleared while their peers live, until they have dropped them. Receipts of
     these do not count meanwhile."""
 

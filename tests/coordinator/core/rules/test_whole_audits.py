@@ -16,10 +16,11 @@ from kits.swarm_world.world import World
 from swarm_coordinator.core.events import SumsStated, VerdictRecord
 from swarm_coordinator.core.rules import held_up
 from swarm_coordinator.core.rules.auditing.auditors import AUDIT_SECONDS
+from swarm_coordinator.core.rules.auditing.cleared_cells import clear_cell
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.trust.audits import AuditBook, AuditSettings
 from swarm_coordinator.simulator.transcripts import simulated_transcript
-from swarm_shared.base.types import Generation, PeerId, RunId, StageIndex
+from swarm_shared.base.types import Generation, MicrobatchIndex, PeerId, RunId, StageIndex
 from swarm_shared.identity.linear_digest import CHECKS_PER_SECRET, check_seed, to_text
 from swarm_shared.identity.work_statements import SumDigests, SumStatement
 from swarm_shared.protocol import AbortRound, Audit, Close, Refused, RoundReport, SumCheck
@@ -203,6 +204,17 @@ def test_what_another_peer_counts_of_a_contested_cell_is_audited_beside_the_cont
     for auditor, order in orders(bench)[2:]:
         if order.peer == "a0" and (auditor, order) not in doubted:
             answer(bench, auditor, order)
+    bench.tick(0.25)
+    assert lost(bench) == ["a0"]
+
+
+def test_a_contest_goes_on_when_the_contested_cells_are_cleared() -> None:
+    bench = contested()
+    bench.tick(0.25)
+    for microbatch in (0, 1):
+        clear_cell(bench.run, bench.step(), (MicrobatchIndex(microbatch), StageIndex(0)))
+    answer_all(bench, since=2)
+    bench.report("b0", 0, 1)
     bench.tick(0.25)
     assert lost(bench) == ["a0"]
 

@@ -93,7 +93,7 @@ def _ask_beside(run: RunState, step: StepState, cell: CellKey, now: float) -> No
 
 
 def _open_audit(step: StepState, cell: CellKey) -> OpenAudit | None:
-    """The audit of a cell as the peer holds it that has counted it last."""
+    """The audit of what the present holder of a cell has counted."""
     known = step.table.get(cell)
     return step.audits.open.get((*cell, known.peer)) if known is not None else None
 
