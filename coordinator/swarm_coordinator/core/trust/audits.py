@@ -43,8 +43,8 @@ MAX_IN_HAND = 4
 
 
 CountedCell = tuple[MicrobatchIndex, StageIndex, PeerId]
-"""A cell, and a peer that has counted it: that may be audited while another one has counted the cell
-again."""
+"""A cell, and a peer that has counted it. That may be audited while another peer has counted the
+cell again."""
 
 
 @dataclass(frozen=True, slots=True)
