@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 
 import trio
 from libp2p.crypto.ed25519 import Ed25519PrivateKey
@@ -53,8 +53,32 @@ class Tally:
             self.streams - before.streams, self.bytes - before.bytes,
         )  # fmt: skip
 
+    def reaches(self, least: Tally) -> bool:
+        """Whether every part of it is at least that of `least`."""
+        return all(
+            mine >= theirs for mine, theirs in zip(astuple(self), astuple(least), strict=True)
+        )
+
 
 tally = Tally()
+
+
+PATIENCE_SECONDS = 60.0
+"""Limit for an attack to get through on a machine that is shared with its victim."""
+
+
+async def got_through(least: Tally, seconds: float) -> Tally:
+    """Wait for `seconds`, and until `least` has got through since the call; return what has.
+
+    A fixed time alone would fail on a slow machine, where the attackers are slow too. The wait ends
+    after PATIENCE_SECONDS more at the latest; the caller asserts what it needs.
+    """
+    before = replace(tally)
+    await trio.sleep(seconds)
+    with trio.move_on_after(PATIENCE_SECONDS):
+        while not tally.since(before).reaches(least):
+            await trio.sleep(0.1)
+    return tally.since(before)
 
 
 @dataclass(frozen=True)
