@@ -385,9 +385,11 @@ def _undecided(run: RunState, step: StepState, audit: OpenAudit, now: float) -> 
     for vote in audit.votes:
         if vote.finding is not Finding.AGREES:
             dispute(run, audit.peer, vote.peer, audit.opened_at, now)
+    differs = any(vote.finding is Finding.DIFFERS for vote in audit.votes)
     run.note(
-        f"{_cell_text(step, audit)} is computed again: {short(audit.peer)} and its auditors "
-        f"contradict each other, and no majority decides",
+        f"{_cell_text(step, audit)} is computed again: its auditors "
+        f"{'contradict' if differs else 'got no inputs from'} {short(audit.peer)}, and no majority "
+        f"decides",
         audit.peer,
     )
     _clear(run, step, audit)
