@@ -21,6 +21,8 @@ SERIES_COLOR = "#2a6fbb"
 INK_COLOR = "#222222"
 MUTED_COLOR = "#6b6b6b"
 GRID_COLOR = "#e4e4e4"
+EVENT_LINE_POINTS = 14
+"""From one event's text to the next one's."""
 
 
 def draw_loss_curve(
@@ -83,10 +85,15 @@ def draw_loss_curve(
 
 
 def _draw_events(axes: Axes, events: Mapping[int, str]) -> None:
-    for step, text in events.items():
+    """Mark events at their steps, one text below the other at the top, which a falling curve leaves
+    free to the right of its beginning."""
+    middle = sum(axes.get_xlim()) / 2
+    for number, (step, text) in enumerate(sorted(events.items())):
         axes.axvline(step, color=MUTED_COLOR, linewidth=1.2, linestyle=(0, (1, 2)))
+        side, offset_points = ("left", 4) if step < middle else ("right", -4)
         axes.annotate(
-            text, xy=(step, 1.0), xycoords=("data", "axes fraction"), xytext=(4, -2),
-            textcoords="offset points", ha="left", va="top", rotation=90, color=INK_COLOR,
-            fontsize=9,
+            text, xy=(step, 1.0), xycoords=("data", "axes fraction"),
+            xytext=(offset_points, -4 - EVENT_LINE_POINTS * number), textcoords="offset points",
+            ha=side, va="top", color=INK_COLOR, fontsize=9,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0},
         )  # fmt: skip

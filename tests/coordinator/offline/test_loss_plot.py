@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import struct
 from pathlib import Path
+from typing import Any
 
 import matplotlib.image
 import numpy as np
@@ -21,7 +22,7 @@ STEPS = list(range(1, 31))
 LOSSES = [5.5 * math.exp(-step / 12) + 1.5 for step in STEPS]
 
 
-def draw(path: Path, **options: float) -> np.ndarray:
+def draw(path: Path, **options: Any) -> np.ndarray:
     draw_loss_curve(path, "a run", STEPS, LOSSES, **options)
     return matplotlib.image.imread(path)[:, :, :3]
 
@@ -49,6 +50,15 @@ def test_a_falling_loss_is_drawn_falling_from_left_to_right(tmp_path: Path) -> N
     right = rows[columns == columns.max()].mean()
     assert left + 100 < right  # rows count from the top
     assert columns.max() - columns.min() > 500
+
+
+def test_the_texts_of_events_cover_nothing_of_a_falling_curve(tmp_path: Path) -> None:
+    def curve_pixels(name: str, events: dict[int, str]) -> int:
+        return int(has_color(draw(tmp_path / name, events=events), SERIES_COLOR).sum())
+
+    texts = {5: "volunteer-2 is killed after step 4", 7: "volunteer-5 computes from step 7 on"}
+    lines_only = curve_pixels("lines.png", dict.fromkeys(texts, ""))
+    assert curve_pixels("texts.png", texts) == lines_only > 1000
 
 
 def test_the_reference_line_and_the_heldout_mark_change_the_picture(tmp_path: Path) -> None:
