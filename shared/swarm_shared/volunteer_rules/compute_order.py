@@ -3,10 +3,11 @@
 A device computes one thing at a time. An answer that another peer waits for comes first, so that
 memory is free soonest (1F1B, Narayanan et al. 2019, PipeDream): gradients of inputs, then forwards.
 The gradients of weights, for which only the step's end waits, fill the time that is left (ZB-H1,
-Qi et al. 2024, arXiv 2401.10241, section 2.1); they go before a forward when what is kept for them
-takes the memory that the forward needs, and before a forward of a later step, whose start they do
-not delay but whose predecessor's end they do. Within a part an older step goes first, and of one
-step the lower microbatch, which is planned to be done first (`swarm_shared.scheduling.step_plan`).
+Qi et al. 2024, arXiv 2401.10241, section 2.1). They go before a forward when many of them wait,
+when what is kept for them takes the memory that the forward needs, and before a forward of a later
+step, whose start they do not delay but whose predecessor's end they do. Within a part an older step
+goes first, and of one step the lower microbatch, which is planned to be done first
+(`swarm_shared.scheduling.step_plan`).
 An audit goes when nothing else waits, or after some others: the close of its step waits for it.
 
 Pure; whether memory is short is an argument.
@@ -22,6 +23,11 @@ from typing import Generic, TypeVar
 from swarm_shared.base.types import MicrobatchIndex, Step
 
 T = TypeVar("T")
+
+MOST_WEIGHTS_WAITING = 8
+"""Microbatches whose gradients of weights may wait while forwards are computed. Each holds about
+the memory of a graph, and more of them fill no more idle time: in the fine simulator 6, 8 and any
+number are equally fast, 4 cost 1 % (docs/decisions, number 0045)."""
 
 COMPUTATIONS_BEFORE_AUDIT = 4
 """Computations that go before an audit that waits."""
@@ -95,7 +101,8 @@ class ComputeOrder(Generic[T]):
             return Part.INPUT_GRADIENT
         if weights is None:
             return Part.FORWARD
-        if forward is None or memory_short or weights.step < forward.step:
+        many = len(self._waiting[Part.WEIGHT_GRADIENTS]) >= MOST_WEIGHTS_WAITING
+        if forward is None or many or memory_short or weights.step < forward.step:
             return Part.WEIGHT_GRADIENTS
         return Part.FORWARD
 

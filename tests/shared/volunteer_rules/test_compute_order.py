@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from swarm_shared.base.types import MicrobatchIndex, Step
 from swarm_shared.volunteer_rules.compute_order import (
     COMPUTATIONS_BEFORE_AUDIT,
+    MOST_WEIGHTS_WAITING,
     ComputeOrder,
     Part,
 )
@@ -46,6 +47,13 @@ def test_weights_go_before_a_forward_when_they_hold_the_memory_that_it_needs() -
     assert taken(order, memory_short=True) == [
         Part.INPUT_GRADIENT, Part.WEIGHT_GRADIENTS, Part.FORWARD,
     ]  # fmt: skip
+
+
+def test_weights_go_before_a_forward_when_many_of_them_wait() -> None:
+    """Their memory stays bounded while forwards keep coming."""
+    order = filled((Part.FORWARD, FIRST), *[(Part.WEIGHT_GRADIENTS, FIRST)] * MOST_WEIGHTS_WAITING)
+    before = [Part.WEIGHT_GRADIENTS, Part.FORWARD]
+    assert taken(order) == [*before, *[Part.WEIGHT_GRADIENTS] * (MOST_WEIGHTS_WAITING - 1)]
 
 
 def test_weights_of_the_step_that_ends_go_before_a_forward_of_the_next() -> None:
