@@ -66,9 +66,9 @@ NAMES = {
 
 
 @click.command()
-@click.option("--steps", default=6, show_default=True, type=click.IntRange(3), help="Per run.")
-@click.option("--repetitions", default=5, show_default=True, type=click.IntRange(1))
-@click.option("--preset", default="small", show_default=True, type=click.Choice(list(PRESETS)),
+@click.option("--steps", default=5, show_default=True, type=click.IntRange(3), help="Per run.")
+@click.option("--repetitions", default=3, show_default=True, type=click.IntRange(1))
+@click.option("--preset", default="tiny", show_default=True, type=click.Choice(list(PRESETS)),
               help="Over loopback; cable lines carry `tiny`.")  # fmt: skip
 @click.option("--line", "lines", multiple=True, type=click.Choice([LOOPBACK, CABLE]),
               help="Repeatable; default: all.")  # fmt: skip
