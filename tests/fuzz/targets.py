@@ -42,6 +42,13 @@ from swarm_client.averaging.all_reduce.routes import Route
 from swarm_client.averaging.protocol import bridge
 from swarm_client.connectivity.port_mapping import gateway, nat_pmp, upnp
 from swarm_shared import protocol
+from swarm_shared.addresses.binary import unpack_address
+from swarm_shared.addresses.dial_order import (
+    Interfaces,
+    circuit_addresses,
+    circuits,
+    direct_addresses,
+)
 from swarm_shared.base.endpoint import Endpoint
 from swarm_shared.base.errors import (
     AdmissionError,
@@ -69,13 +76,6 @@ from swarm_shared.identity.invite import Invite
 from swarm_shared.identity.keys import Identity, public_key_of
 from swarm_shared.identity.probe_pass import check_probe_pass, sign_probe_pass
 from swarm_shared.identity.signing import open_envelope, seal
-from swarm_shared.network.addresses.binary import unpack_address
-from swarm_shared.network.addresses.dial_order import (
-    Interfaces,
-    circuit_addresses,
-    circuits,
-    direct_addresses,
-)
 from swarm_shared.network.libp2p import yamux
 from swarm_shared.network.libp2p.yamux_frames import control_frame
 from swarm_shared.network.nat.circuit import read_message

@@ -22,12 +22,12 @@ from dataclasses import dataclass, field, replace
 import trio
 
 from swarm_client.connectivity.port_mapping import Mapping, PortMapper
+from swarm_shared.addresses.dial_order import Interfaces, is_global
 from swarm_shared.base.backoff import Backoff, with_jitter
 from swarm_shared.base.endpoint import Endpoint, IpAddress
 from swarm_shared.base.errors import AdmissionError, NetworkError, ProtocolError
 from swarm_shared.base.types import PeerId
 from swarm_shared.network import Node
-from swarm_shared.network.addresses.dial_order import Interfaces, is_global
 from swarm_shared.probe.client import ProbeBusy, open_probe
 from swarm_shared.protocol import DoctorHello, DoctorWelcome, PeerRecord, Reachability
 

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping
 
 import trio
 
+from swarm_shared.addresses.announced import is_tcp
+from swarm_shared.addresses.dial_order import CIRCUIT, ip_of
 from swarm_shared.base.errors import ProtocolError
 from swarm_shared.base.types import PeerId, StageIndex
-from swarm_shared.network.addresses.announced import is_tcp
-from swarm_shared.network.addresses.dial_order import CIRCUIT, ip_of
 from swarm_shared.protocol import PeerRecord, Roster, RosterChange
 
 

@@ -16,6 +16,8 @@ from swarm_client.averaging.all_reduce.routes import Route, RouteMemory, possibl
 from swarm_client.averaging.protocol.addresses import is_relayed
 from swarm_client.averaging.protocol.messages import Member
 from swarm_client.membership.roster import RosterView
+from swarm_shared.addresses.announced import is_tcp
+from swarm_shared.addresses.dial_order import Interfaces, direct_addresses, is_global
 from swarm_shared.base.errors import FrameError, SignatureError
 from swarm_shared.base.types import PeerId, StageIndex
 from swarm_shared.identity.credentials import (
@@ -25,8 +27,6 @@ from swarm_shared.identity.credentials import (
 from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.signing import decode_envelope, encode_envelope
 from swarm_shared.network import Node
-from swarm_shared.network.addresses.announced import is_tcp
-from swarm_shared.network.addresses.dial_order import Interfaces, direct_addresses, is_global
 from swarm_shared.protocol import CarrierAddress, PathKind, PeerRecord
 from swarm_shared.run.manifest import Manifest
 

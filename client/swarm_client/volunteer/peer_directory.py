@@ -14,11 +14,11 @@ import trio
 
 from swarm_client.averaging.handle.supervisor import AveragingWorker
 from swarm_client.averaging.protocol.directory_record import open_record, sign_record
+from swarm_shared.addresses.announced import is_tcp
+from swarm_shared.addresses.dial_order import Interfaces, direct_addresses
 from swarm_shared.base.errors import AdmissionError, FrameError, NetworkError, SignatureError
 from swarm_shared.base.types import PeerId, RunId
 from swarm_shared.identity.keys import Identity
-from swarm_shared.network.addresses.announced import is_tcp
-from swarm_shared.network.addresses.dial_order import Interfaces, direct_addresses
 from swarm_shared.protocol import PeerRecord
 
 log = logging.getLogger(__name__)

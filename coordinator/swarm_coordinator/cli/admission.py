@@ -33,7 +33,8 @@ from swarm_coordinator.admission.requests import (
     requests,
     token_document,
 )
-from swarm_coordinator.cli.run import AS_JSON, RUN_DIR, run_addresses
+from swarm_coordinator.cli.arguments import AS_JSON, RUN_DIR
+from swarm_coordinator.cli.invite import run_addresses
 from swarm_coordinator.demo.run_summary import table
 from swarm_coordinator.durability.run_files import (
     database_location,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from swarm_coordinator.cli.run import AS_JSON, RUN_DIR
+from swarm_coordinator.cli.arguments import AS_JSON, RUN_DIR
 from swarm_coordinator.durability.backup import is_backup, make_backup, read_summary, verify_backup
 from swarm_coordinator.durability.integrity_check import (
     IntegrityFinding,

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import io
+import socket
 from pathlib import Path
 
 import click
 import segno
 
 from swarm_coordinator.admission.requests import standing_token
-from swarm_coordinator.cli.run import RUN_DIR, run_addresses
+from swarm_coordinator.cli.arguments import RUN_DIR
+from swarm_coordinator.configuration.run_settings import RunSettings
 from swarm_coordinator.durability.run_files import (
     load_manifest,
     load_settings,
     read_admission_book,
 )
 from swarm_coordinator.run_dir.folder import RunFolder, quoted
-from swarm_coordinator.server.listen_addresses import invite_for
-from swarm_shared.base.errors import UsageError
+from swarm_coordinator.server.listen_addresses import (
+    dialable_addresses,
+    invite_for,
+    listen_address,
+)
+from swarm_coordinator.status.status_file import read_status
+from swarm_shared.base.errors import NetworkError, UsageError
 
 
 @click.command("invite")
@@ -50,3 +57,30 @@ def qr_code(invite: str) -> str:
     drawn = io.StringIO()
     segno.make(invite.upper(), micro=False).terminal(drawn, compact=True)
     return drawn.getvalue()
+
+
+def run_addresses(folder: RunFolder, settings: RunSettings) -> tuple[str, ...]:
+    """Return the coordinator's addresses: the present ones if it runs, otherwise the next
+    start's."""
+    document = read_status(folder.status) if folder.in_use() else None
+    if document is not None and document.running:
+        return document.addresses
+    network = settings.network
+    port = network.listen_port or folder.remembered_port()
+    listen_address(network.listen_host, port or 0)
+    if port is None:
+        port = _free_port(network.listen_host)
+        folder.remember_port(port)
+    return dialable_addresses(network.listen_host, port, network.announce)
+
+
+def _free_port(host: str) -> int:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((host, 0))
+            return int(probe.getsockname()[1])
+    except OSError as error:
+        raise NetworkError(
+            f"no free port on {host} ({error.strerror}); check [network] listen_host"
+        ) from error

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from swarm_coordinator.cli.run import RUN_DIR
+from swarm_coordinator.cli.arguments import RUN_DIR
 from swarm_coordinator.core.events import VerdictRecord
 from swarm_coordinator.durability.run_files import database_location, load_identity, load_manifest
 from swarm_coordinator.run_dir.folder import RunFolder, read_bytes

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from swarm_coordinator.cli.run import RUN_DIR
+from swarm_coordinator.cli.arguments import RUN_DIR
 from swarm_coordinator.durability.run_files import database_location, load_manifest
 from swarm_coordinator.run_dir.folder import RunFolder, disk_errors, quoted
 from swarm_coordinator.tracking.follow import follow

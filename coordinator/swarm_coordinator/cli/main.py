@@ -20,13 +20,13 @@ from swarm_shared.base.errors import ConfigurationError
 
 PROGRAM = "swarm-coordinator"
 _COMMANDS = {
-    "init": "cli.run",
-    "start": "cli.run",
+    "init": "cli.init",
+    "start": "cli.start",
     "invite": "cli.invite",
-    "status": "cli.run",
+    "status": "cli.views",
     "top": "cli.top",
-    "dashboard": "cli.run",
-    "history": "cli.run",
+    "dashboard": "cli.views",
+    "history": "cli.views",
     "log": "cli.log",
     "verify": "cli.durability",
     "backup": "cli.durability",
@@ -40,7 +40,7 @@ _COMMANDS = {
     "reference": "cli.model",
     "ledger": "cli.ledger",
     "simulate": "cli.simulate",
-    "refresh": "cli.run",
+    "refresh": "cli.init",
     "demo": "demo.command",
     "completion": "cli.completion",
 }

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from swarm_coordinator.cli.run import RUN_DIR
+from swarm_coordinator.cli.arguments import RUN_DIR
 from swarm_coordinator.durability.run_files import database_location, load_manifest, read_database
 from swarm_coordinator.model_hub.model_card import RunFigures, model_card
 from swarm_coordinator.model_hub.models import check_push, push_model

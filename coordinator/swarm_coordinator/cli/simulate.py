@@ -12,7 +12,7 @@ from pathlib import Path
 
 import click
 
-from swarm_coordinator.cli.run import RUN_DIR
+from swarm_coordinator.cli.arguments import RUN_DIR
 from swarm_coordinator.core.state.moves import RebalancingRule, RebalancingSettings
 from swarm_coordinator.durability.run_files import load_manifest, load_settings
 from swarm_coordinator.run_dir.folder import RunFolder

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from swarm_coordinator.cli.run import RUN_DIR
+from swarm_coordinator.cli.arguments import RUN_DIR
 from swarm_coordinator.core.events import StandingRecord, VerdictRecord
 from swarm_coordinator.core.trust.classes import Machine, groups
 from swarm_coordinator.durability.run_files import database_location, load_manifest, load_settings

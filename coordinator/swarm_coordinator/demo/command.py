@@ -40,7 +40,6 @@ from swarm_coordinator.demo.reference_check import (
 )
 from swarm_coordinator.demo.run_summary import RunResult, result_document, summary_text
 from swarm_coordinator.demo.subprocesses import Subprocesses
-from swarm_coordinator.offline.loss_plot import draw_loss_curve
 from swarm_coordinator.run_dir.checkpoint_files import CheckpointFolder
 from swarm_coordinator.run_dir.folder import RunFolder, quoted
 from swarm_coordinator.storage.history import History
@@ -207,6 +206,8 @@ def _show_result(
         bytes_per_token=bytes_per_token(folder, manifest),
         kill=kill,
     )
+    from swarm_coordinator.offline.loss_plot import draw_loss_curve
+
     events = remarks(kill, result.joined_step)
     chart = options.run_dir / CHART_NAME
     draw_loss_curve(

@@ -62,6 +62,7 @@ from swarm_coordinator.storage.admission_rows import read_admission, read_owners
 from swarm_coordinator.storage.contributions import read_contributions
 from swarm_coordinator.storage.records import PeerSeen
 from swarm_coordinator.storage.store import Store
+from swarm_shared.addresses.dial_order import Interfaces
 from swarm_shared.base.clock import wall
 from swarm_shared.base.error_groups import leaves
 from swarm_shared.base.errors import NetworkError, StorageError, SwarmError
@@ -72,7 +73,6 @@ from swarm_shared.data.leaf_files import LeafFiles
 from swarm_shared.data.shards import write_missing_trees
 from swarm_shared.identity.signed_manifest import run_id_of
 from swarm_shared.network import RelayLimits
-from swarm_shared.network.addresses.dial_order import Interfaces
 from swarm_shared.probe.address_proof import AddressProof
 from swarm_shared.probe.server import serve_probe
 from swarm_shared.protocol import CONTROL_PROTOCOL, Audit, Lease

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 
 from pydantic import ValidationError
 
+from swarm_shared.addresses.dial_order import Interfaces
 from swarm_shared.base.endpoint import IpAddress
 from swarm_shared.base.errors import ConfigurationError
 from swarm_shared.base.json_messages import first_error
 from swarm_shared.identity.invite import Invite
 from swarm_shared.identity.signed_manifest import run_id_of
-from swarm_shared.network.addresses.dial_order import Interfaces
 from swarm_shared.run.manifest import Manifest
 
 MAX_ADDRESSES = 16

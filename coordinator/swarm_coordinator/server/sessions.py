@@ -19,10 +19,10 @@ import trio
 
 from swarm_coordinator.core.events import SessionNumber
 from swarm_coordinator.status.pacing import batched
+from swarm_shared.addresses.announced import NOWHERE, PeerPlace
 from swarm_shared.base.errors import LinkClosed, NetworkError
 from swarm_shared.base.types import PeerId
 from swarm_shared.network import FramedStream
-from swarm_shared.network.addresses.announced import NOWHERE, PeerPlace
 from swarm_shared.protocol import (
     Close,
     CoordinatorMessage,

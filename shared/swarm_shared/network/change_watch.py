@@ -13,8 +13,8 @@ from typing import Final
 
 import trio
 
+from swarm_shared.addresses.dial_order import Interfaces
 from swarm_shared.base.clock import Clock, wall
-from swarm_shared.network.addresses.dial_order import Interfaces
 
 logger = logging.getLogger(__name__)
 

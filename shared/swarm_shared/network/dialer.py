@@ -15,9 +15,9 @@ import trio
 from libp2p.peer.id import ID
 from multiaddr import Multiaddr
 
+from swarm_shared.addresses.dial_order import Circuit, circuits, direct_addresses
 from swarm_shared.base.errors import LinkTimeout, NetworkError, ProtocolError
 from swarm_shared.base.types import PeerId
-from swarm_shared.network.addresses.dial_order import Circuit, circuits, direct_addresses
 from swarm_shared.network.libp2p.errors import dial_errors
 from swarm_shared.network.links import Links
 from swarm_shared.network.nat.hole_punch import HolePuncher

@@ -5,8 +5,8 @@ from __future__ import annotations
 import trio
 from libp2p.network.connection.swarm_connection import SwarmConn
 
+from swarm_shared.addresses.dial_order import is_global
 from swarm_shared.base.types import PeerId
-from swarm_shared.network.addresses.dial_order import is_global
 from swarm_shared.network.links import Links, muxer_of
 from swarm_shared.network.nat.hole_punch import HolePuncher
 from swarm_shared.network.nat.identify import remote_multiaddr

@@ -13,9 +13,9 @@ from libp2p.peer.id import ID
 from libp2p.protocol_muxer.multiselect_client import MULTISELECT_PROTOCOL_ID
 from libp2p.protocol_muxer.multiselect_communicator import MultiselectCommunicator
 
+from swarm_shared.addresses.dial_order import Interfaces
 from swarm_shared.base.errors import NetworkError
 from swarm_shared.base.types import PeerId
-from swarm_shared.network.addresses.dial_order import Interfaces
 from swarm_shared.network.libp2p.errors import dial_errors
 from swarm_shared.network.libp2p.host import NodeSwarm
 from swarm_shared.network.libp2p.yamux import YamuxConnection, YamuxStream

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from multiaddr import Multiaddr
 
+from swarm_shared.addresses.dial_order import Interfaces, is_global
 from swarm_shared.base.types import PeerId
-from swarm_shared.network.addresses.dial_order import Interfaces, is_global
 from swarm_shared.network.links import Links
 from swarm_shared.network.nat.relay_client import RelayClient
 

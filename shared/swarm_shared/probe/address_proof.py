@@ -1,6 +1,6 @@
 """The coordinator's check of announced addresses, before any member receives them.
 
-What counts is decided by `swarm_shared.network.addresses.announced`. An address that the peer's
+What counts is decided by `swarm_shared.addresses.announced`. An address that the peer's
 session does not prove is dialled back, once, by a key made for that dial, and counts when the very
 peer answers. These dials are bounded for each household and for all, since a peer chooses where
 they go.
@@ -14,13 +14,13 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import trio
 
+from swarm_shared.addresses.announced import PeerPlace, RelayAddresses
+from swarm_shared.addresses.dial_order import Interfaces
 from swarm_shared.base.clock import Clock, monotonic
 from swarm_shared.base.endpoint import Endpoint, IpAddress
 from swarm_shared.base.errors import NetworkError
 from swarm_shared.base.rate_limit import RateLimit
 from swarm_shared.base.types import PeerId
-from swarm_shared.network.addresses.announced import PeerPlace, RelayAddresses
-from swarm_shared.network.addresses.dial_order import Interfaces
 from swarm_shared.network.nat.dial_back import dial_back
 from swarm_shared.probe.server import address_key
 from swarm_shared.protocol import AddressUpdate

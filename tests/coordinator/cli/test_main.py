@@ -106,7 +106,7 @@ def test_a_bug_of_ours_is_one_sentence_that_names_the_log(
     def fail(path: Path) -> None:
         raise ZeroDivisionError("the bug")
 
-    monkeypatch.setattr("swarm_coordinator.cli.run.history", fail)
+    monkeypatch.setattr("swarm_coordinator.cli.views.history", fail)
     code, sentence = complains(capsys, "history", folder.path)
     log = folder.log / "swarm-coordinator-error.log"
     assert code == 1
@@ -121,7 +121,7 @@ def test_ctrl_c_in_a_command_exits_with_130(
     def interrupt(path: Path) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("swarm_coordinator.cli.run.history", interrupt)
+    monkeypatch.setattr("swarm_coordinator.cli.views.history", interrupt)
     assert run(["history", str(folder.path)]) == 130
 
 
@@ -275,6 +275,29 @@ def test_edits_before_the_first_step_are_followed(folder: RunFolder) -> None:
     with Started(folder) as started:
         started.invite()
     assert load_manifest(folder).optimizer.learning_rate == 0.002
+
+
+_HEAVY_OF_A_COMMAND = """
+import sys
+from swarm_coordinator.cli.main import run
+code = run(sys.argv[1:])
+heavy = {"torch", "hivemind", "libp2p", "matplotlib", "textual", "transformers"} & set(sys.modules)
+print("heavy:", sorted(heavy))
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize("command", ["--help", "invite", "status", "token list"])
+def test_help_and_what_looks_at_a_run_load_no_heavy_libraries(
+    folder: RunFolder, command: str
+) -> None:
+    """py-libp2p alone takes most of a second."""
+    arguments = [*command.split(), *([] if command == "--help" else [str(folder.path)])]
+    done = subprocess.run(
+        [sys.executable, "-c", _HEAVY_OF_A_COMMAND, *arguments],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert done.stdout.splitlines()[-1] == "heavy: []"
 
 
 _WITHOUT_TORCH = """

@@ -26,13 +26,13 @@ from swarm_coordinator.core.transition import begin
 from swarm_coordinator.durability.run_files import load_manifest
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.server.doctor_answers import probe_judge
+from swarm_shared.addresses.dial_order import Interfaces
 from swarm_shared.base.errors import AdmissionError
 from swarm_shared.base.types import Generation, RunId, StageIndex, Version
 from swarm_shared.identity.invite import Invite
 from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.probe_pass import check_probe_pass
 from swarm_shared.network import open_node
-from swarm_shared.network.addresses.dial_order import Interfaces
 from swarm_shared.probe.client import open_probe
 from swarm_shared.probe.server import AnswerHello
 from swarm_shared.protocol import (

@@ -9,8 +9,8 @@ from ipaddress import ip_address, ip_network
 import pytest
 import trio
 
+from swarm_shared.addresses.dial_order import Interfaces
 from swarm_shared.network import change_watch
-from swarm_shared.network.addresses.dial_order import Interfaces
 from swarm_shared.network.change_watch import SLEEP_GAP_SECONDS, ChangeWatch
 
 CABLE = Interfaces((ip_network("192.168.1.0/24"),), frozenset({ip_address("192.168.1.2")}))

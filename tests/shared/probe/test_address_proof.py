@@ -7,10 +7,10 @@ import ipaddress
 import trio
 from trio.testing import MockClock
 
+from swarm_shared.addresses.dial_order import Interfaces
 from swarm_shared.base.errors import NetworkError
 from swarm_shared.base.types import PeerId
 from swarm_shared.identity.keys import Identity
-from swarm_shared.network.addresses.dial_order import Interfaces
 from swarm_shared.probe.address_proof import MAX_DIALS, AddressProof
 from swarm_shared.protocol import AddressUpdate, CarrierAddress, Reachability
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from swarm_shared.network.addresses.dial_order import is_global, is_private
+from swarm_shared.addresses.dial_order import is_global, is_private
 
 _ROUTES = Path("/proc/net/route")
 _UP_AND_GATEWAY = 0x1 | 0x2  # include/uapi/linux/route.h

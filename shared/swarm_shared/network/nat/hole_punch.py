@@ -23,11 +23,11 @@ from libp2p.relay.circuit_v2.pb.dcutr_pb2 import HolePunch
 from libp2p.stream_muxer.exceptions import MuxedStreamError
 from multiaddr import Multiaddr
 
+from swarm_shared.addresses.binary import unpack_ip_address
+from swarm_shared.addresses.dial_order import direct_addresses, ip_of
 from swarm_shared.base.backoff import backoff_seconds
 from swarm_shared.base.errors import FrameError, NetworkError
 from swarm_shared.base.types import PeerId
-from swarm_shared.network.addresses.binary import unpack_ip_address
-from swarm_shared.network.addresses.dial_order import direct_addresses, ip_of
 from swarm_shared.network.libp2p.errors import dial_errors
 from swarm_shared.network.libp2p.yamux import YamuxStream
 from swarm_shared.network.links import Links

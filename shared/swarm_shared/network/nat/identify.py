@@ -12,7 +12,7 @@ from typing import Final
 from libp2p.identity.identify.pb.identify_pb2 import Identify
 from multiaddr import Multiaddr
 
-from swarm_shared.network.addresses.binary import unpack_ip_address
+from swarm_shared.addresses.binary import unpack_ip_address
 from swarm_shared.network.libp2p.yamux import YamuxStream
 from swarm_shared.network.nat.circuit import read_message, write_message
 

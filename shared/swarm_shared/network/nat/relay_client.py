@@ -22,11 +22,11 @@ from libp2p.relay.circuit_v2.pb.circuit_pb2 import PeerId as PeerMessage
 from libp2p.stream_muxer.exceptions import MuxedStreamError
 from multiaddr import Multiaddr
 
+from swarm_shared.addresses.binary import unpack_address
+from swarm_shared.addresses.dial_order import CIRCUIT, Circuit, circuit_addresses
 from swarm_shared.base.backoff import backoff_seconds
 from swarm_shared.base.errors import NetworkError, ProtocolError
 from swarm_shared.base.types import PeerId
-from swarm_shared.network.addresses.binary import unpack_address
-from swarm_shared.network.addresses.dial_order import CIRCUIT, Circuit, circuit_addresses
 from swarm_shared.network.libp2p.errors import dial_errors, summary
 from swarm_shared.network.libp2p.yamux import YamuxConnection, YamuxStream
 from swarm_shared.network.links import Links

@@ -11,8 +11,8 @@ from libp2p.identity.identify.pb.identify_pb2 import Identify
 from multiaddr import Multiaddr
 
 from kits.network.nodes import ANY_PORT, a_node, a_relay, ends, says_hello
+from swarm_shared.addresses.binary import unpack_address, unpack_ip_address
 from swarm_shared.identity.keys import PUBLIC_KEY_PREFIX, public_key_of
-from swarm_shared.network.addresses.binary import unpack_address, unpack_ip_address
 from swarm_shared.network.libp2p.yamux import YamuxStream
 from swarm_shared.network.nat.circuit import HOP_PROTOCOL, read_message, write_message
 from swarm_shared.network.nat.identify import IDENTIFY_PROTOCOL, remote_multiaddr

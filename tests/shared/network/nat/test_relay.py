@@ -29,10 +29,10 @@ from kits.network.nodes import (
     says_hello,
     until,
 )
+from swarm_shared.addresses.dial_order import Circuit, circuits
 from swarm_shared.base.errors import LinkClosed, NetworkError
 from swarm_shared.identity.keys import Identity
 from swarm_shared.network import FramedStream, Node, RelayLimits
-from swarm_shared.network.addresses.dial_order import Circuit, circuits
 from swarm_shared.network.nat.circuit import (
     HOP_PROTOCOL,
     STOP_PROTOCOL,

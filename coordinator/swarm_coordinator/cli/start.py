@@ -1,15 +1,13 @@
-"""The commands of a run: init, start, invite, status, dashboard, history, refresh.
+"""`swarm-coordinator start`.
 
-Owns their output, the log file, and following an edited run.toml at a start. A run is made by
-`run_creation.initialise` and served by `server.coordinator`.
+Owns its output, the log file, and following an edited run.toml. A run is served by
+`server.coordinator`.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import logging.handlers
-import socket
 import subprocess
 import sys
 import time
@@ -21,13 +19,9 @@ from typing import Any
 import click
 import trio
 
-from swarm_coordinator.admission.requests import admission_status
-from swarm_coordinator.configuration.command_line import parse_codec, parse_override
+from swarm_coordinator.cli.arguments import RUN_DIR
 from swarm_coordinator.configuration.http_address import parse_address, tls_context
-from swarm_coordinator.configuration.run_settings import (
-    DEFAULT_PRESET,
-    RunSettings,
-)
+from swarm_coordinator.configuration.run_settings import RunSettings
 from swarm_coordinator.core.events import Restored
 from swarm_coordinator.durability.integrity_check import check_start, refuse_damage
 from swarm_coordinator.durability.run_files import (
@@ -36,33 +30,22 @@ from swarm_coordinator.durability.run_files import (
     load_identity,
     load_manifest,
     load_settings,
-    read_admission_book,
     read_progress,
 )
-from swarm_coordinator.model_hub.models import HubModel
 from swarm_coordinator.run_dir.folder import RunFolder, quoted
-from swarm_coordinator.server.listen_addresses import dialable_addresses, listen_address
 from swarm_coordinator.server.processes.dashboard import DashboardProcess
 from swarm_coordinator.server.processes.evaluator import EvaluatorProcess
-from swarm_coordinator.status.document import AdmissionStatus, current_health
-from swarm_coordinator.status.status_file import read_status
-from swarm_coordinator.status.text import status_lines
 from swarm_coordinator.storage.connection import DatabaseLocation, PostgresqlLocation
-from swarm_coordinator.storage.history import history, steps_document
 from swarm_coordinator.storage.leader_election import wait_for_leadership
 from swarm_shared.base.atomic_file import write_atomically
-from swarm_shared.base.errors import ConfigurationError, LeadershipError, NetworkError, UsageError
+from swarm_shared.base.errors import ConfigurationError, LeadershipError, UsageError
 from swarm_shared.identity.invite import Invite
 from swarm_shared.identity.signed_manifest import sign_manifest
 from swarm_shared.run.manifest import Manifest
-from swarm_shared.run.model_config import PRESETS
 
 LOG_BYTES = 10 * 2**20
 """Bytes of one log file; LOG_FILES older ones are kept."""
 LOG_FILES = 3
-
-RUN_DIR = click.argument("run_dir", type=click.Path(path_type=Path))
-AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
 _CHANGEABLE = (
     "[training] steps",
@@ -71,112 +54,6 @@ _CHANGEABLE = (
     "[checkpoint] every_steps",
 )
 """Settings that may change after the first step; the run's id does not depend on them."""
-
-
-# ---------------------------------------------------------------- init
-
-
-@click.command("init")
-@RUN_DIR
-@click.option(
-    "--preset",
-    type=click.Choice(list(PRESETS)),
-    help=f"Preset of model and training sizes; by default {DEFAULT_PRESET}, or the nearest to the "
-    "model of --from.",
-)
-@click.option(
-    "--from",
-    "given_model",
-    metavar="FOLDER|ORG/NAME",
-    help="Continue from a model (Llama, Mistral, Qwen2, Qwen3): a folder in Hugging Face's format, "
-    "or a model on its hub, also as ORG/NAME@REVISION.",
-)
-@click.option(
-    "--data",
-    default="python-stdlib",
-    show_default=True,
-    help="Training data: a file or folder of text, .jsonl, .parquet or .arrow, also compressed "
-    "(.gz, .zst); a folder of ready shards; a data set of the Hugging Face hub, "
-    "hf://datasets/ORG/NAME[@REVISION][/FOLDER_OR_GLOB]; or python-stdlib.",
-)
-@click.option(
-    "--stages",
-    type=int,
-    help="Number of pipeline stages; by default the preset's, or the best one for --fleet.",
-)
-@click.option(
-    "--fleet",
-    metavar="FILE|home|N",
-    help="Cut the model for the machines that are expected: a file as for `simulate`, the built-in "
-    "home machines, or a number of them.",
-)
-@click.option("--steps", type=int, help="Optimizer steps of the run; by default the preset's.")
-@click.option("--seed", type=int, help="Seed of initialisation and data order.")
-@click.option(
-    "--tokenizer",
-    metavar="bytes|bpe|FILE",
-    help="Tokenizer: bytes, bpe trained on the data, a tokenizer.json, or a vocabulary with one "
-    "token a line; by default the preset's.",
-)
-@click.option(
-    "--codec",
-    metavar="auto|NAME|NAME/NAME",
-    help="Codecs between stages: none, int8, … for both directions, int8/int4 for activations and "
-    "gradients, or auto: the fastest pair here whose measured loss is within the limit.",
-)
-@click.option(
-    "--set",
-    "changes",
-    multiple=True,
-    metavar="SECTION.NAME=VALUE",
-    help="Any other setting of run.toml; may be repeated.",
-)
-def init_command(
-    run_dir: Path,
-    preset: str | None,
-    given_model: str | None,
-    data: str,
-    stages: int | None,
-    fleet: str | None,
-    steps: int | None,
-    seed: int | None,
-    tokenizer: str | None,
-    codec: str | None,
-    changes: tuple[str, ...],
-) -> None:
-    """Create a run: settings, data, key and signed manifest in RUN_DIR.
-
-    A step's sequences are divided into microbatches as small as their overhead allows, unless
-    `--set training.sequences_per_microbatch=N` or `training.microbatches_per_step` is given.
-
-    `--fleet` prints for 2 to 16 stages what share of the machines can hold one and how many tokens
-    a second they would train.
-    """
-    overrides = dict(parse_override(change) for change in changes)
-    for name, value in (
-        ("training.steps", steps),
-        ("run.seed", seed),
-        ("data.tokenizer", tokenizer),
-    ):
-        if value is not None:
-            overrides[name] = value
-    if codec is not None:
-        overrides |= parse_codec(codec)
-    from swarm_coordinator.run_creation.initialise import initialise_run
-
-    model = None if given_model is None else _folder_or_hub_model(given_model)
-    initialise_run(run_dir, preset, data, stages, overrides, click.echo, fleet, model)
-    click.echo(f"edit {run_dir / 'run.toml'} if you like, then:")
-    click.echo(f"  swarm-coordinator start {quoted(run_dir)}")
-
-
-def _folder_or_hub_model(given: str) -> Path | HubModel:
-    """A folder that exists comes before a model of the same name on the hub."""
-    folder = Path(given)
-    return folder if folder.expanduser().exists() else HubModel.parse(given) or folder
-
-
-# ---------------------------------------------------------------- start
 
 
 @click.command("start")
@@ -401,132 +278,3 @@ def _log_to(path: Path) -> None:
     root.setLevel(logging.INFO)
     # A full disk must not print a traceback for each line that cannot be logged.
     logging.raiseExceptions = False
-
-
-@click.command("refresh", hidden=True)
-@RUN_DIR
-def refresh_command(run_dir: Path) -> None:
-    """Sign the manifest again after an edit of run.toml; `start` runs this automatically."""
-    from swarm_coordinator.run_creation.initialise import refresh_manifest
-
-    folder = RunFolder.open(run_dir)
-    restored = read_progress(folder)
-    if restored is not None and restored.version > 0:
-        raise ConfigurationError(f"the run has applied {restored.version} steps already")
-    refresh_manifest(folder, click.echo)
-
-
-# ---------------------------------------------------------------- looking at a run
-
-
-def run_addresses(folder: RunFolder, settings: RunSettings) -> tuple[str, ...]:
-    """Return the coordinator's addresses: the present ones if it runs, otherwise the next
-    start's."""
-    document = read_status(folder.status) if folder.in_use() else None
-    if document is not None and document.running:
-        return document.addresses
-    network = settings.network
-    port = network.listen_port or folder.remembered_port()
-    listen_address(network.listen_host, port or 0)
-    if port is None:
-        port = _free_port(network.listen_host)
-        folder.remember_port(port)
-    return dialable_addresses(network.listen_host, port, network.announce)
-
-
-def _free_port(host: str) -> int:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind((host, 0))
-            return int(probe.getsockname()[1])
-    except OSError as error:
-        raise NetworkError(
-            f"no free port on {host} ({error.strerror}); check [network] listen_host"
-        ) from error
-
-
-@click.command("status")
-@RUN_DIR
-@AS_JSON
-def status_command(run_dir: Path, as_json: bool) -> None:
-    """Show the state of the run in RUN_DIR, whether its coordinator runs or not."""
-    folder = RunFolder.open(run_dir)
-    document = read_status(folder.status)
-    running = folder.in_use() and document is not None and document.pid == _lock_holder(folder)
-    if document is None:
-        name = load_manifest(folder).name
-        if as_json:
-            never = {"run": name, "phase": "never started", "running": running}
-            click.echo(json.dumps(never, indent=1))
-        else:
-            how = f"swarm-coordinator start {quoted(run_dir)}"
-            click.echo(f"{name} has not been started yet: {how}")
-        return
-    if not running:
-        admission = _admission_now(folder) or document.admission
-        document = document.model_copy(update={"admission": admission, "running": False})
-        document = document.model_copy(update={"health": current_health(document, time.time())})
-    if as_json:
-        click.echo(document.model_dump_json(indent=1))
-    else:
-        for line in status_lines(document, running, time.time()):
-            click.echo(line)
-
-
-def _admission_now(folder: RunFolder) -> AdmissionStatus | None:
-    """Admission as the database and run.toml have it, newer than a stopped coordinator's status.
-
-    None if run.toml is broken, which is no reason to show no status.
-    """
-    try:
-        mode = load_settings(folder).admission.mode
-    except ConfigurationError:
-        return None
-    return admission_status(read_admission_book(folder), mode, time.time(), attached=0)
-
-
-def _lock_holder(folder: RunFolder) -> int | None:
-    try:
-        text = folder.lock_file.read_text("ascii").strip()
-    except (OSError, UnicodeDecodeError):
-        return None
-    return int(text) if text.isdecimal() else None
-
-
-@click.command("dashboard")
-@RUN_DIR
-def dashboard_command(run_dir: Path) -> None:
-    """Print the link to the dashboard of the run in RUN_DIR, with the organiser's token.
-
-    The link opens the organiser's view for every bearer. The token is in the fragment (after #),
-    which browsers do not send.
-    """
-    folder = RunFolder.open(run_dir)
-    status = read_status(folder.status) if folder.in_use() else None
-    if status is None or not status.running:
-        raise NetworkError(
-            f"no coordinator serves this run now; `swarm-coordinator start {quoted(run_dir)}` does"
-        )
-    if status.http.url is None:
-        raise NetworkError(
-            "this coordinator serves no dashboard: [http] listen in run.toml is empty, or its port "
-            "is taken (the coordinator reported that when it started)"
-        )
-    click.echo(f"{status.http.url}#token={folder.dashboard_token()}")
-
-
-@click.command("history")
-@RUN_DIR
-@AS_JSON
-def history_command(run_dir: Path, as_json: bool) -> None:
-    """Print every applied step of the run in RUN_DIR; needs no running coordinator."""
-    found = history(database_location(RunFolder.open(run_dir)))
-    if as_json:
-        click.echo(json.dumps(steps_document(found.steps)))
-        return
-    click.echo(f"{'step':>8} {'loss':>10} {'tokens':>10} {'seconds':>9}")
-    for step in found.steps:
-        click.echo(f"{step.step:>8} {step.loss:>10.4f} {step.tokens:>10} {step.seconds:>9.2f}")
-    if found.heldout_loss is not None:
-        click.echo(f"held-out loss: {found.heldout_loss:.4f}")

@@ -11,7 +11,7 @@ import ipaddress
 import re
 from typing import Final
 
-from swarm_shared.network.addresses.dial_order import ip_of
+from swarm_shared.addresses.dial_order import ip_of
 
 MAX_NAME_BYTES: Final = 120
 """Longest DNS name. A circuit's address has two peer IDs behind it, and messages carry addresses of

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swarm_shared.addresses.announced import Announced, PeerPlace, is_tcp
+from swarm_shared.addresses.dial_order import Interfaces, ip_of
 from swarm_shared.base.endpoint import Endpoint
 from swarm_shared.base.types import PeerId
 from swarm_shared.identity.keys import Identity
-from swarm_shared.network.addresses.announced import Announced, PeerPlace, is_tcp
-from swarm_shared.network.addresses.dial_order import Interfaces, ip_of
 
 KEY = bytes(16)
 RELAY = Identity.from_seed(b"r" * 32).peer_id

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_shared.identity.keys import Identity
-from swarm_shared.network.addresses.dial_order import (
+from swarm_shared.addresses.dial_order import (
     Circuit,
     Interfaces,
     circuit_addresses,
@@ -19,6 +18,7 @@ from swarm_shared.network.addresses.dial_order import (
     ip_of,
     is_global,
 )
+from swarm_shared.identity.keys import Identity
 
 HOME = Interfaces(
     networks=(

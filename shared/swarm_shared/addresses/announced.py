@@ -13,9 +13,9 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from swarm_shared.addresses.dial_order import CIRCUIT, Interfaces, is_global, is_global_ip
 from swarm_shared.base.endpoint import Endpoint, IpAddress, address_group
 from swarm_shared.base.types import PeerId
-from swarm_shared.network.addresses.dial_order import CIRCUIT, Interfaces, is_global, is_global_ip
 
 INSIDE = "inside"
 """What counts as one place for all peers that the coordinator sees at private addresses: they are

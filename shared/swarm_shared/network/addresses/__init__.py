@@ -1,1 +1,0 @@
-"""Multiaddresses: their binary form and the order in which they are dialled."""
