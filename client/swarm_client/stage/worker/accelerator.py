@@ -45,6 +45,10 @@ _OUT_OF_MEMORY = (
     "MPS backend out of memory",  # aten/src/ATen/mps/MPSAllocator.mm
 )
 
+LEFT_FREE_BYTES, LEFT_FREE_PART = 2**30, 8
+"""Bytes of the host's memory that no graph takes, for programs that need some suddenly; on small
+machines a part of all of it."""
+
 CHECK_SIZE = 8
 """Rows and columns of the product by which a device proves that torch has kernels for it."""
 
@@ -139,6 +143,11 @@ class Accelerator:
     def memory(self) -> DeviceMemory:
         host = psutil.virtual_memory()
         return DeviceMemory(int(host.available), int(host.total))
+
+    def spare_bytes(self) -> int:
+        """Return how much of its free memory may be taken; the rest is for other programs."""
+        memory = self.memory()
+        return memory.free_bytes - min(LEFT_FREE_BYTES, memory.total_bytes // LEFT_FREE_PART)
 
     def select(self) -> None:
         """Make it the device of this process, which computes with kernels that repeat."""

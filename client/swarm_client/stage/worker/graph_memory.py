@@ -3,11 +3,15 @@
 Owns the budget. Counts the graphs in flight and what is owed; both are the runner's
 (`swarm_client.stage.worker.stage_runner`). The arithmetic of one graph is
 `swarm_shared.run.graph_sizes`.
+
+The budget is what was free when the stage was taken. In the host's memory other programs may take
+it later, and no allocation fails before the system stands still or ends a program. So every
+computation looks at what is free, and no more than that is used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 
 from torch import Tensor
@@ -28,9 +32,14 @@ class GraphMemory:
     """The graphs of one runner."""
 
     def __init__(
-        self, budget_bytes: int, in_flight: Mapping[int, InFlight], owed: Mapping[int, OwedWeights]
-    ) -> None:
+        self, budget_bytes: int, in_flight: Mapping[int, InFlight],
+        owed: Mapping[int, OwedWeights], spare_bytes: Callable[[], int] | None = None,
+    ) -> None:  # fmt: skip
+        """`spare_bytes` returns what may be taken of the memory that is free at the moment; None
+        where requests for more than is free fail at once."""
         self.budget_bytes = self._offered_bytes = budget_bytes
+        self._spare_bytes = spare_bytes
+        self._limit_bytes = budget_bytes
         self.measured: GraphSizes | None = None
         """Known after the first computation with a graph."""
         self.seconds: LayerSeconds | None = None
@@ -46,14 +55,24 @@ class GraphMemory:
             raise RuntimeError("no graph has been measured yet")
         return self.measured
 
+    def look(self) -> None:
+        """See how much of the budget is there at the moment."""
+        self._limit_bytes = self.budget_bytes
+        if self._spare_bytes is not None and self.measured is not None:
+            there_bytes = self._used_bytes() + self._spare_bytes()
+            self._limit_bytes = min(self.budget_bytes, max(0, there_bytes))
+
     def room_bytes(self) -> int:
-        """Return the bytes that the graphs in flight leave of the budget."""
+        """Return the bytes that the graphs in flight leave of what was there at the last look."""
+        return self._limit_bytes - self._used_bytes()
+
+    def _used_bytes(self) -> int:
         graphs_bytes = sum(
             self.sizes.graph_bytes(graph.recomputed_layers, graph.offloaded_layers)
             for graph in self._graphs()
         )
         owed_bytes = sum(owed.nbytes for owed in self._owed.values())
-        return self.budget_bytes - graphs_bytes - owed_bytes
+        return graphs_bytes + owed_bytes
 
     def _graphs(self) -> list[Graph]:
         return [one.graph for one in self._in_flight.values() if one.graph is not None]
@@ -125,9 +144,10 @@ class GraphMemory:
         sizes, budget_bytes = self.measured, self.budget_bytes
         if budget_bytes <= sizes.least_working_bytes:
             return False
-        taken_bytes = budget_bytes - self.room_bytes() + sizes.working_bytes()
+        taken_bytes = self._used_bytes() + sizes.working_bytes()
         less_bytes = int(KEPT_WHEN_SHORT * min(budget_bytes, taken_bytes))
         self.budget_bytes = max(sizes.least_working_bytes, less_bytes)
+        self._limit_bytes = min(self._limit_bytes, self.budget_bytes)
         for flight in self._in_flight.values():
             flight.graph = None
         return True
@@ -136,3 +156,4 @@ class GraphMemory:
         """Try after a step whether the memory that was short is there again."""
         more_bytes = int(self.budget_bytes * KEPT_AGAIN)
         self.budget_bytes = min(self._offered_bytes, more_bytes)
+        self.look()

@@ -140,7 +140,9 @@ class StageRunner:
         self._owed: dict[int, OwedWeights] = {}
         self._counted: CountedWeights | None = None
         """Whose gradient may still be hashed."""
-        self.graphs = GraphMemory(graph_budget_bytes, self._in_flight, self._owed)
+        # A device of its own memory refuses what is not there; the host's system does not.
+        spare_bytes = None if accelerator.has_own_memory else accelerator.spare_bytes
+        self.graphs = GraphMemory(graph_budget_bytes, self._in_flight, self._owed, spare_bytes)
         self.graphs.host_bytes = host_graph_bytes
         self._offload: GraphOffload | None = None
         if accelerator.streams is not None and host_graph_bytes:
@@ -203,6 +205,7 @@ class StageRunner:
         """
         inputs, entry = self._fetched.pop(request, (None, None))
         parameter_set = self.open_parameter_set(step)
+        self.graphs.look()
         if request in self._in_flight:
             raise RequestFailed("bad_input", f"request number {request} is in flight already")
         if inputs is None:
@@ -256,6 +259,7 @@ class StageRunner:
         if flight.digests is not None:
             wire_gradient = bytearray(payload)
             flight.digests.output_gradient = wire_digest(wire_gradient)
+        self.graphs.look()
         del self._in_flight[forward_request]
         if flight.inputs is None:
             return BackwardResult(None, added=False)

@@ -7,9 +7,19 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from client.stage.worker.test_stage_runner import CPU, STEP, wire
+from client.stage.worker.test_stage_runner import (
+    CPU,
+    PLENTY,
+    STEP,
+    make_manifest,
+    runners_of,
+    through,
+    tokens_of,
+    wire,
+)
 from shared.run.test_graph_sizes import least_room, sizes_strategy
 from shared.scheduling.placement.test_memory_need import honest_manifest
+from swarm_client.stage.worker.accelerator import LEFT_FREE_BYTES, Accelerator, DeviceMemory
 from swarm_client.stage.worker.backward_pass import Graph
 from swarm_client.stage.worker.flights import InFlight
 from swarm_client.stage.worker.graph_memory import GraphMemory
@@ -106,3 +116,38 @@ def test_the_plan_by_the_profile_is_about_what_a_worker_does_by_what_it_measures
     # A measured graph is some inputs of layers larger than a profile's.
     average = sum(recomputed[-GRAPHS:]) / GRAPHS
     assert memory_plan(offer, needs).recomputed_layers == pytest.approx(average, abs=0.5)
+
+
+class SharedMachine(Accelerator):
+    """The processor of a machine whose memory other programs take."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.free_bytes = 2**40
+
+    def memory(self) -> DeviceMemory:
+        return DeviceMemory(self.free_bytes, 2**40)
+
+
+def test_graphs_take_none_of_the_memory_that_other_programs_need_and_change_no_bit() -> None:
+    manifest, machine = make_manifest(stages=2), SharedMachine()
+    runners = [StageRunner(manifest, StageIndex(i), machine, PLENTY, PLENTY) for i in (0, 1)]
+    plenty, first = runners_of(manifest), runners[0]
+    assert through(runners, 0)[0] == through(plenty, 0)[0]  # measures the graphs
+
+    def keeps_graph_of(microbatch: int) -> bool:
+        inputs, _ = tokens_of(manifest, microbatch)
+        first.forward(100 + microbatch, STEP, MicrobatchIndex(microbatch), True, wire(inputs))
+        return first._in_flight[100 + microbatch].graph is not None
+
+    assert keeps_graph_of(1)
+    machine.free_bytes = LEFT_FREE_BYTES
+    assert not keeps_graph_of(2)
+    assert through(runners, 3)[0] == through(plenty, 3)[0]
+    machine.free_bytes = 2**40
+    assert keeps_graph_of(4) and keeps_graph_of(5)
+    for one, other in zip(runners, plenty, strict=True):
+        assert torch.equal(one.accumulator.totals(), other.accumulator.totals())
+    machine.free_bytes = 0
+    first.backward(104, wire(torch.zeros(2, 16, 32)))
+    assert first._in_flight[105].graph is None, "a pass that needs room takes what is kept"
