@@ -145,7 +145,8 @@ def test_graphs_take_none_of_the_memory_that_other_programs_need_and_change_no_b
     assert not keeps_graph_of(2)
     assert through(runners, 3)[0] == through(plenty, 3)[0]
     machine.free_bytes = 2**40
-    assert keeps_graph_of(4) and keeps_graph_of(5)
+    assert keeps_graph_of(4)
+    assert keeps_graph_of(5)
     for one, other in zip(runners, plenty, strict=True):
         assert torch.equal(one.accumulator.totals(), other.accumulator.totals())
     machine.free_bytes = 0
