@@ -156,7 +156,11 @@ class Accelerator:
         """Have requests beyond so many bytes fail as out of memory; None for no limit."""
 
     def release_cached(self) -> None:
-        """Return memory that torch holds for later."""
+        """Return memory that is held for later: by torch, and on the host by glibc, whose settings
+        keep it in a worker (`swarm_client.stage.handle.warm_worker`)."""
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
 
     def synchronise(self) -> None:
         """Wait for everything that was begun."""
@@ -227,6 +231,7 @@ class AppleAccelerator(Accelerator):
 
     def release_cached(self) -> None:
         torch.mps.empty_cache()
+        super().release_cached()
 
     def synchronise(self) -> None:
         torch.mps.synchronize()
@@ -300,13 +305,9 @@ def accelerator_named(name: str) -> Accelerator | None:
 
 
 def release_cached() -> None:
-    """Return memory that is held for later: by torch on any device, and on the host by glibc, whose
-    settings keep it in a worker (`swarm_client.stage.handle.warm_worker`)."""
-    for one in accelerators():
+    """Return memory that is held for later, on the host and on every device."""
+    for one in (processor(), *accelerators()):
         one.release_cached()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -11,11 +11,12 @@ computation looks at what is free, and no more than that is used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 
 from torch import Tensor
 
+from swarm_client.stage.worker.accelerator import Accelerator
 from swarm_client.stage.worker.backward_pass import Graph
 from swarm_client.stage.worker.flights import InFlight, OwedWeights
 from swarm_shared.model.layer_seconds import LayerSeconds
@@ -33,12 +34,11 @@ class GraphMemory:
 
     def __init__(
         self, budget_bytes: int, in_flight: Mapping[int, InFlight],
-        owed: Mapping[int, OwedWeights], spare_bytes: Callable[[], int] | None = None,
+        owed: Mapping[int, OwedWeights], host: Accelerator | None = None,
     ) -> None:  # fmt: skip
-        """`spare_bytes` returns what may be taken of the memory that is free at the moment; None
-        where requests for more than is free fail at once."""
+        """`host`: the device, if it computes in the host's memory."""
         self.budget_bytes = self._offered_bytes = budget_bytes
-        self._spare_bytes = spare_bytes
+        self._host = host
         self._limit_bytes = budget_bytes
         self.measured: GraphSizes | None = None
         """Known after the first computation with a graph."""
@@ -56,11 +56,21 @@ class GraphMemory:
         return self.measured
 
     def look(self) -> None:
-        """See how much of the budget is there at the moment."""
+        """See how much of the budget is there at the moment; drop what does not fit any more."""
         self._limit_bytes = self.budget_bytes
-        if self._spare_bytes is not None and self.measured is not None:
-            there_bytes = self._used_bytes() + self._spare_bytes()
-            self._limit_bytes = min(self.budget_bytes, max(0, there_bytes))
+        if self._host is None or self.measured is None:
+            return
+        self._limit_to(self._host.spare_bytes())
+        is_less = self._limit_bytes < self.budget_bytes
+        if is_less and self.room_bytes() < self.measured.working_bytes():
+            self.make_room(0)
+            # The allocator keeps what was freed, and other programs cannot have it.
+            self._host.release_cached()
+            self._limit_to(self._host.spare_bytes())
+
+    def _limit_to(self, spare_bytes: int) -> None:
+        there_bytes = self._used_bytes() + spare_bytes
+        self._limit_bytes = min(self.budget_bytes, max(0, there_bytes))
 
     def room_bytes(self) -> int:
         """Return the bytes that the graphs in flight leave of what was there at the last look."""

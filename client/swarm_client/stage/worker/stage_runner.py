@@ -140,9 +140,9 @@ class StageRunner:
         self._owed: dict[int, OwedWeights] = {}
         self._counted: CountedWeights | None = None
         """Whose gradient may still be hashed."""
-        # A device of its own memory refuses what is not there; the host's system does not.
-        spare_bytes = None if accelerator.has_own_memory else accelerator.spare_bytes
-        self.graphs = GraphMemory(graph_budget_bytes, self._in_flight, self._owed, spare_bytes)
+        # A device with memory of its own refuses what is not there; the host's system does not.
+        host = None if accelerator.has_own_memory else accelerator
+        self.graphs = GraphMemory(graph_budget_bytes, self._in_flight, self._owed, host)
         self.graphs.host_bytes = host_graph_bytes
         self._offload: GraphOffload | None = None
         if accelerator.streams is not None and host_graph_bytes:

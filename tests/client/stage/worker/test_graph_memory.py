@@ -124,6 +124,10 @@ class SharedMachine(Accelerator):
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
         self.free_bytes = 2**40
+        self.releases = 0
+
+    def release_cached(self) -> None:
+        self.releases += 1
 
     def memory(self) -> DeviceMemory:
         return DeviceMemory(self.free_bytes, 2**40)
@@ -141,8 +145,11 @@ def test_graphs_take_none_of_the_memory_that_other_programs_need_and_change_no_b
         return first._in_flight[100 + microbatch].graph is not None
 
     assert keeps_graph_of(1)
-    machine.free_bytes = LEFT_FREE_BYTES
+    assert machine.releases == 0
+    machine.free_bytes = LEFT_FREE_BYTES - 1
     assert not keeps_graph_of(2)
+    assert first._in_flight[101].graph is None, "what does not fit is dropped at once"
+    assert machine.releases == 1
     assert through(runners, 3)[0] == through(plenty, 3)[0]
     machine.free_bytes = 2**40
     assert keeps_graph_of(4)
@@ -151,4 +158,4 @@ def test_graphs_take_none_of_the_memory_that_other_programs_need_and_change_no_b
         assert torch.equal(one.accumulator.totals(), other.accumulator.totals())
     machine.free_bytes = 0
     first.backward(104, wire(torch.zeros(2, 16, 32)))
-    assert first._in_flight[105].graph is None, "a pass that needs room takes what is kept"
+    assert first._in_flight[105].graph is None
