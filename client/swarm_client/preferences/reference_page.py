@@ -72,8 +72,9 @@ _NOTES = """\
   slowing it down; the reported rate includes the rests.
 - **`vram_gib`** limits what is offered to the run and what torch's allocator takes.
 - **When other programs take the memory** of the stage, less is kept of each microbatch and more is
-  computed twice; 1 GiB of the host's memory is left free (an eighth on small machines). Where even that fails, the stage is handed over and a smaller one asked for; where
-  none fits, it pauses for ten minutes, and longer each time.
+  computed twice; 1 GiB of the host's memory is left free (an eighth on small machines). Where even
+  that fails, the stage is handed over and a smaller one asked for; where none fits, it pauses for
+  ten minutes, and longer each time.
 - **Bytes per second** are counted on the wire, over all connections of the program together.
   The all-reduce usually uses hivemind's p2pd, a separate program that cannot be limited: with a
   limit or a quota set, p2pd is stopped and the all-reduce uses the limited connections.
