@@ -17,9 +17,10 @@ from client.stage.worker.test_stage_runner import (
     tokens_of,
     wire,
 )
+from kits.client.shared_machine import TOTAL_BYTES, SharedMachine
 from shared.run.test_graph_sizes import least_room, sizes_strategy
 from shared.scheduling.placement.test_memory_need import honest_manifest
-from swarm_client.stage.worker.accelerator import LEFT_FREE_BYTES, Accelerator, DeviceMemory
+from swarm_client.stage.worker.accelerator import LEFT_FREE_BYTES
 from swarm_client.stage.worker.backward_pass import Graph
 from swarm_client.stage.worker.flights import InFlight
 from swarm_client.stage.worker.graph_memory import GraphMemory
@@ -118,21 +119,6 @@ def test_the_plan_by_the_profile_is_about_what_a_worker_does_by_what_it_measures
     assert memory_plan(offer, needs).recomputed_layers == pytest.approx(average, abs=0.5)
 
 
-class SharedMachine(Accelerator):
-    """The processor of a machine whose memory other programs take."""
-
-    def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
-        self.free_bytes = 2**40
-        self.releases = 0
-
-    def release_cached(self) -> None:
-        self.releases += 1
-
-    def memory(self) -> DeviceMemory:
-        return DeviceMemory(self.free_bytes, 2**40)
-
-
 def test_graphs_take_none_of_the_memory_that_other_programs_need_and_change_no_bit() -> None:
     manifest, machine = make_manifest(stages=2), SharedMachine()
     runners = [StageRunner(manifest, StageIndex(i), machine, PLENTY, PLENTY) for i in (0, 1)]
@@ -151,7 +137,7 @@ def test_graphs_take_none_of_the_memory_that_other_programs_need_and_change_no_b
     assert first._in_flight[101].graph is None, "what does not fit is dropped at once"
     assert machine.releases == 1
     assert through(runners, 3)[0] == through(plenty, 3)[0]
-    machine.free_bytes = 2**40
+    machine.free_bytes = TOTAL_BYTES
     assert keeps_graph_of(4)
     assert keeps_graph_of(5)
     for one, other in zip(runners, plenty, strict=True):

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from benchmarks.live_bytes import LiveBytes
+from kits.client.shared_machine import SharedMachine
 from kits.peer_names import named
 from swarm_client.stage.protocol.errors import RequestFailed
-from swarm_client.stage.worker.accelerator import accelerators, processor
+from swarm_client.stage.worker.accelerator import accelerators
 from swarm_client.stage.worker.compute_loop import _selected
 from swarm_client.stage.worker.stage_runner import BackwardResult, ForwardResult, StageRunner
 from swarm_client.stage.worker.step_runner import StepRunner
@@ -33,7 +34,7 @@ from swarm_shared.run.model_config import ModelConfig
 
 PLENTY = 2**30
 STEP = Step(1)
-CPU = processor()
+CPU = SharedMachine()
 
 
 @pytest.fixture(autouse=True)
