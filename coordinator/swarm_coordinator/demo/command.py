@@ -197,6 +197,8 @@ def _show_result(
     options: DemoOptions, manifest: Manifest, finished: History, kill: Kill | None
 ) -> None:
     """Print the summary, compare the run with one process, and write the files of the result."""
+    from swarm_coordinator.offline.loss_plot import draw_loss_curve  # matplotlib takes long
+
     folder = RunFolder(options.run_dir)
     result = RunResult(
         history=finished,
@@ -206,8 +208,6 @@ def _show_result(
         bytes_per_token=bytes_per_token(folder, manifest),
         kill=kill,
     )
-    from swarm_coordinator.offline.loss_plot import draw_loss_curve
-
     events = remarks(kill, result.joined_step)
     chart = options.run_dir / CHART_NAME
     draw_loss_curve(

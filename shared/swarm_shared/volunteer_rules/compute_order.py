@@ -7,8 +7,8 @@ Qi et al. 2024, arXiv 2401.10241, section 2.1). They go before a forward when ma
 when what is kept for them takes the memory that the forward needs, and before a forward of a later
 step, whose start they do not delay but whose predecessor's end they do. Within a part an older step
 goes first, and of one step the lower microbatch, which is planned to be done first
-(`swarm_shared.scheduling.step_plan`).
-An audit goes when nothing else waits, or after some others: the close of its step waits for it.
+(`swarm_shared.scheduling.step_plan`). An audit goes when nothing else waits, or after some others:
+the close of its step waits for it.
 
 Pure; whether memory is short is an argument.
 """

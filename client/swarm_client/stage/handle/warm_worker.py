@@ -24,7 +24,7 @@ TUNABLES = "GLIBC_TUNABLES"
 KEEP_FREED_MEMORY = (
     f"glibc.malloc.mmap_threshold={32 * 2**20}:glibc.malloc.trim_threshold={2**64 - 1}"
 )
-"""Settings under which a worker keeps what it has freed, until an allocation fails.
+"""Settings under which a worker keeps what it has freed, until memory is short.
 
 A step ends with hundreds of megabytes free: graphs, and what was kept for the gradients of weights.
 By default glibc gives them back to the system, which clears each page again in the next step. The

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from hypothesis import example, given
@@ -20,6 +24,7 @@ from client.stage.worker.test_stage_runner import (
 from kits.client.shared_machine import TOTAL_BYTES, SharedMachine
 from shared.run.test_graph_sizes import least_room, sizes_strategy
 from shared.scheduling.placement.test_memory_need import honest_manifest
+from swarm_client.stage.handle.warm_worker import KEEP_FREED_MEMORY, TUNABLES
 from swarm_client.stage.worker.accelerator import LEFT_FREE_BYTES
 from swarm_client.stage.worker.backward_pass import Graph
 from swarm_client.stage.worker.flights import InFlight
@@ -145,3 +150,23 @@ def test_graphs_take_none_of_the_memory_that_other_programs_need_and_change_no_b
     machine.free_bytes = 0
     first.backward(104, wire(torch.zeros(2, 16, 32)))
     assert first._in_flight[105].graph is None
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems have no glibc")
+def test_what_is_given_back_is_free_for_other_programs() -> None:
+    """Blocks of the allocator's heap, under the settings of a worker."""
+    program = """
+import psutil, torch
+from swarm_client.stage.worker.accelerator import release_cached
+blocks = [torch.ones(2**20, dtype=torch.uint8) for _ in range(256)]
+last = torch.ones(2**20, dtype=torch.uint8)  # the heap does not shrink below it by itself
+del blocks
+before = psutil.Process().memory_info().rss
+release_cached()
+print((before - psutil.Process().memory_info().rss) // 2**20)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True,
+        env={**os.environ, TUNABLES: KEEP_FREED_MEMORY},
+    )  # fmt: skip
+    assert int(done.stdout) > 200
