@@ -9,7 +9,6 @@ the daemon's part (`swarm_client.daemon.daemon`). Order of a start: the cheapest
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -41,6 +40,7 @@ from swarm_shared.base.error_groups import expected_error
 from swarm_shared.base.errors import SwarmError, UsageError
 from swarm_shared.base.types import PeerId, StageIndex
 from swarm_shared.credit.credit import normalised_team
+from swarm_shared.host.cores import usable_cores
 from swarm_shared.identity.credentials import sign_owner_binding
 from swarm_shared.identity.invite import Invite
 from swarm_shared.identity.keys import Identity
@@ -143,7 +143,7 @@ def _resources_per_device(
     report: Report,
 ) -> Iterator[_DeviceResources]:
     """One entry for each device, with its part of the machine's resources."""
-    threads = join.threads or max(1, (os.cpu_count() or 2) - 1)
+    threads = join.threads or max(1, usable_cores() - 1)
     for number, device in enumerate(devices, start=1):
         own = home.of_device(number)
         # The first device uses the machine's own key: most machines have one device.

@@ -37,6 +37,7 @@ from swarm_shared.base.errors import (
 )
 from swarm_shared.base.memory import MemoryOffer, StageMemory
 from swarm_shared.base.text import count_text, memory_text, rate_text
+from swarm_shared.host.cores import usable_cores
 from swarm_shared.identity.keys import Identity
 from swarm_shared.protocol import StageNeeds
 from swarm_shared.scheduling.placement.memory_plan import MemoryPlan, memory_plan
@@ -234,7 +235,7 @@ def _plan_text(plan: MemoryPlan, layers: int) -> str:
 
 async def check_self_test(device: Device, seconds: float) -> Check:
     """Test the device with all cores but one, as joining does."""
-    threads = max(1, (os.cpu_count() or 2) - 1)
+    threads = max(1, usable_cores() - 1)
     with tempfile.TemporaryDirectory(prefix="swarmtrain-doctor-") as folder:
         found = await run_self_test(device, threads, seconds, Path(folder))
     details: dict[str, Detail] = {

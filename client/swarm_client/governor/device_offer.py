@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import psutil
-
 from swarm_client.governor.policy import GIB
 from swarm_client.machine.device_names import number_of
 from swarm_client.machine.devices import Device, ListedAccelerator, choose_devices
 from swarm_client.preferences import Preferences
 from swarm_shared.base.memory import MemoryOffer
+from swarm_shared.host.memory import host_memory
 
 
 def usable_devices(
@@ -51,4 +50,4 @@ def _permitted_host_bytes(preferences: Preferences, *, has_display: bool) -> int
     percent = preferences.memory_percent_idle
     if has_display and preferences.run_if_user_active:
         percent = min(percent, preferences.memory_percent_busy)
-    return int(psutil.virtual_memory().total * percent / 100)
+    return int(host_memory().total_bytes * percent / 100)

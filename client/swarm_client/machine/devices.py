@@ -13,8 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import psutil
-
 from swarm_client.machine.device_names import (
     FORMS,
     PROCESSOR,
@@ -24,6 +22,8 @@ from swarm_client.machine.device_names import (
 )
 from swarm_shared.base.errors import CapacityError, UsageError
 from swarm_shared.base.memory import MachineBalance, MemoryOffer
+from swarm_shared.host.cores import usable_cores
+from swarm_shared.host.memory import host_memory
 
 MEMORY_SHARE = 0.8
 """Fraction of the free memory that is offered; the rest is for what the profile cannot predict."""
@@ -172,12 +172,11 @@ def _share(devices: Sequence[Device], place: int) -> Device:
 
 
 def _cpu(memory_bytes: int | None) -> Device:
-    cores = psutil.cpu_count(logical=True) or 1
-    return Device(PROCESSOR, f"CPU, {cores} cores", memory_bytes or _host_bytes())
+    return Device(PROCESSOR, f"CPU, {usable_cores()} cores", memory_bytes or _host_bytes())
 
 
 def _host_bytes() -> int:
-    return int(psutil.virtual_memory().available * MEMORY_SHARE)
+    return int(host_memory().available_bytes * MEMORY_SHARE)
 
 
 def list_accelerators() -> list[ListedAccelerator]:

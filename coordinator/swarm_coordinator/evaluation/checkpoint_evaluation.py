@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import psutil
 import torch
 
 from swarm_coordinator.offline.merged_stages import merge_stages
@@ -25,6 +24,7 @@ from swarm_coordinator.offline.sampling import sample_text
 from swarm_coordinator.status.document import MAX_SAMPLE_CHARACTERS
 from swarm_shared.codecs.boundary import stage_boundary
 from swarm_shared.data.tokenizer import Tokenizer
+from swarm_shared.host.memory import host_memory
 from swarm_shared.model.initialise import empty_stage, empty_whole
 from swarm_shared.model.llama import Stage
 from swarm_shared.model.state import is_parameter, load_frozen, load_parameters, open_state
@@ -102,7 +102,7 @@ def written_text(
     too large for the memory that is free, or `new_tokens` is 0."""
     base = initial if manifest.model.has_adapters else ()
     needed_bytes = sum(path.stat().st_size for path in (*stage_files, *base))
-    if not new_tokens or needed_bytes > LARGEST_SHARE_OF_MEMORY * psutil.virtual_memory().available:
+    if not new_tokens or needed_bytes > LARGEST_SHARE_OF_MEMORY * host_memory().available_bytes:
         return ""
     model = whole_model(manifest, stage_files, initial)
     text = sample_text(

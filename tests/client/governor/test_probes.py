@@ -42,6 +42,7 @@ from swarm_client.governor.probes.readings import GpuReading
 from swarm_client.governor.probes.x11 import X11Idle, display_number, find_cookie
 from swarm_client.preferences import Preferences
 from swarm_shared.base.clock import monotonic
+from swarm_shared.host.memory import host_memory
 
 # ---------------------------------------------------------------- programs
 
@@ -150,7 +151,7 @@ def test_everything_is_read_together_and_what_is_not_there_is_unknown(tmp_path: 
     while readings.cpu_share is None:  # the kernel counts in hundredths of a second
         time.now += 1
         readings = probes.read(Preferences(), ("cpu",), {date(2026, 11, 20): 4})
-    assert readings.memory_total_bytes == psutil.virtual_memory().total
+    assert readings.memory_total_bytes == host_memory().total_bytes
     assert readings.disk_free_bytes
     assert readings.transferred_bytes_by_day == {date(2026, 11, 20): 4}
 

@@ -34,6 +34,7 @@ from swarm_client.preferences import Preferences
 from swarm_client.stage.worker.duty_cycle import MAX_REST_FACTOR, DutyCycle
 from swarm_shared.base.errors import CapacityError, SwarmError, UsageError
 from swarm_shared.base.types import RunId
+from swarm_shared.host.memory import host_memory
 
 TODAY = date(2026, 11, 21)
 
@@ -346,7 +347,7 @@ def test_a_device_in_the_hosts_memory_shares_it_with_the_processor() -> None:
 
 
 def test_a_stage_must_fit_what_is_allowed_while_the_machine_is_in_use() -> None:
-    total = psutil.virtual_memory().total
+    total = host_memory().total_bytes
     said = prefer(memory_percent_busy=20, memory_percent_idle=60, gpu={"1": {"vram_gib": 6}})
     cpu = Device("cpu", "CPU", 10 * total)
     assert permitted_memory(cpu, said, 1, 1, has_display=True) == offers(int(total * 0.2))

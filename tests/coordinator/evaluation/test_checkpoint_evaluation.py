@@ -6,7 +6,6 @@ import itertools
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,6 +28,7 @@ from swarm_coordinator.evaluation.checkpoint_evaluation import (
 from swarm_coordinator.offline.reference import Microbatch, evaluate, insert_boundary_codecs
 from swarm_shared.base.errors import ProtocolError, StorageError
 from swarm_shared.data.tokenizer import BytesTokenizer
+from swarm_shared.host.memory import HostMemory
 from swarm_shared.model.initialise import build_stage, build_whole, empty_stage
 from swarm_shared.model.llama import Stage
 from swarm_shared.model.optimizer import make_optimizer
@@ -165,10 +165,8 @@ def test_a_model_larger_than_half_of_the_free_memory_writes_nothing(
     size = sum(path.stat().st_size for path in files)
 
     def free(available: int) -> None:
-        monkeypatch.setattr(
-            checkpoint_evaluation.psutil, "virtual_memory",
-            lambda: SimpleNamespace(available=available),
-        )  # fmt: skip
+        memory = HostMemory(2 * available, available)
+        monkeypatch.setattr(checkpoint_evaluation, "host_memory", lambda: memory)
 
     free(2 * size - 2)
     assert written_text(SMALL, files, BYTES, "def ", 5, seed=1) == ""

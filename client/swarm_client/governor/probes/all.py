@@ -8,8 +8,6 @@ from datetime import date
 from pathlib import Path
 from typing import Protocol
 
-import psutil
-
 from swarm_client.governor.probes.amd_gpus import AmdSmiGpus
 from swarm_client.governor.probes.apps import AppProbe
 from swarm_client.governor.probes.gpus import NvmlGpus
@@ -27,6 +25,7 @@ from swarm_client.governor.probes.readings import GpuReading, Readings
 from swarm_client.machine.device_names import is_accelerator, is_cuda
 from swarm_client.preferences import Preferences
 from swarm_shared.base.clock import Clock, monotonic
+from swarm_shared.host.memory import host_memory
 
 CPU_SECONDS = 1.0
 """Shortest interval over which processor shares are measured."""
@@ -57,12 +56,12 @@ class SystemProbes:
 
     def read_system(self) -> Readings:
         """Processor shares are since the previous reading; None at the first."""
-        memory = psutil.virtual_memory()
+        memory = host_memory()
         self._last = replace(
             self._last,
             on_batteries=self._on_batteries(),
-            memory_total_bytes=memory.total,
-            memory_available_bytes=memory.available,
+            memory_total_bytes=memory.total_bytes,
+            memory_available_bytes=memory.available_bytes,
             own_memory_bytes=self._own_memory(),
             disk_free_bytes=self.disk.free_bytes(),
             disk_used_bytes=self.disk.used(),

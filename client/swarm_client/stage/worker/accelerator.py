@@ -30,12 +30,12 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, TypeVar
 
-import psutil
 import torch
 from torch import Tensor
 
 from swarm_client.machine.device_names import CUDA, MPS, PROCESSOR, XPU
 from swarm_client.machine.devices import DeviceRates
+from swarm_shared.host.memory import host_memory
 from swarm_shared.model.repeatable_kernels import repeat_to_the_bit
 
 T = TypeVar("T")
@@ -141,8 +141,8 @@ class Accelerator:
         return ""
 
     def memory(self) -> DeviceMemory:
-        host = psutil.virtual_memory()
-        return DeviceMemory(int(host.available), int(host.total))
+        host = host_memory()
+        return DeviceMemory(host.available_bytes, host.total_bytes)
 
     def spare_bytes(self) -> int:
         """Return how much of its free memory may be taken; the rest is for other programs."""

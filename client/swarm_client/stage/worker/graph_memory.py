@@ -34,9 +34,10 @@ class GraphMemory:
 
     def __init__(
         self, budget_bytes: int, in_flight: Mapping[int, InFlight],
-        owed: Mapping[int, OwedWeights], host: Accelerator | None = None,
+        owed: Mapping[int, OwedWeights], host: Accelerator | None = None, host_bytes: int = 0,
     ) -> None:  # fmt: skip
-        """`host`: the device, if it computes in the host's memory."""
+        """`host`: the device, if it computes in the host's memory; `host_bytes`: the memory of the
+        host for graphs of a device that has its own."""
         self.budget_bytes = self._offered_bytes = budget_bytes
         self._host = host
         self._limit_bytes = budget_bytes
@@ -44,8 +45,7 @@ class GraphMemory:
         """Known after the first computation with a graph."""
         self.seconds: LayerSeconds | None = None
         """Known where graphs may wait in host memory."""
-        self.host_bytes = 0
-        """The host memory for them."""
+        self.host_bytes = host_bytes
         self._in_flight, self._owed = in_flight, owed
 
     @property

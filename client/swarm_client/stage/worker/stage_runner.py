@@ -6,9 +6,9 @@ or order: one call is one computation, and `swarm_client.stage.worker.compute_lo
 next; nor the optimizer (`swarm_client.stage.worker.step_runner`).
 
 Graphs are kept from forward to backward within `graph_budget_bytes`, whole or with some layers to
-be computed again (`swarm_shared.run.graph_sizes`); beyond it only the input is kept. A
-backward pass that needs room takes the graph of the newest microbatch, which is needed last. The
-sizes are measured on the first forward: the storages that autograd saves, without the parameters.
+be computed again (`swarm_shared.run.graph_sizes`); beyond it only the input is kept
+(`swarm_client.stage.worker.forward_passes`). A backward pass that needs room takes the graph of the
+newest microbatch, which is needed last.
 Where memory is short nevertheless, because another program takes it, less is kept
 (`GraphMemory.keep_less`), and the computation is repeated.
 
@@ -29,12 +29,9 @@ Shape suffixes: B sequences, T positions, D hidden size.
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from swarm_client.stage.protocol.errors import RequestFailed
@@ -44,18 +41,16 @@ from swarm_client.stage.worker.accumulation.accumulator import Accumulator, Kept
 from swarm_client.stage.worker.backward_pass import Graph, ParameterGradients, differentiate
 from swarm_client.stage.worker.compiling import compile_layers
 from swarm_client.stage.worker.flights import CountedWeights, Digests, InFlight, OwedWeights
+from swarm_client.stage.worker.forward_passes import ForwardPasses
 from swarm_client.stage.worker.graph_memory import GraphMemory
 from swarm_client.stage.worker.parameter_versions import ParameterSet, ParameterSets
 from swarm_client.stage.worker.payloads import MicrobatchInput, PayloadCodec, all_finite, is_finite
 from swarm_client.stage.worker.transfer.device_copier import device_copier
-from swarm_client.stage.worker.transfer.graph_offload import GraphOffload
 from swarm_shared.base.transcript import Transcript
 from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step, Version
 from swarm_shared.identity.work_statements import wire_digest
 from swarm_shared.model import Stage
-from swarm_shared.model.layer_seconds import LayerSeconds
-from swarm_shared.model.split_backward import Weights, WeightTape
-from swarm_shared.run.graph_sizes import GraphSizes
+from swarm_shared.model.split_backward import Weights
 from swarm_shared.run.manifest import Manifest
 
 
@@ -92,24 +87,6 @@ class ComputedAgain:
     gradients: list[Tensor]
 
 
-class _SavedBytes(torch.autograd.graph.saved_tensors_hooks):
-    """Counts the bytes that autograd saves in its scope: every storage once, parameters not at
-    all."""
-
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
-        self.total = 0
-        self._seen = {parameter.untyped_storage().data_ptr() for parameter in parameters}
-        super().__init__(self._pack, lambda tensor: tensor)
-
-    def _pack(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._seen:
-            self._seen.add(storage.data_ptr())
-            self.total += storage.nbytes()
-        # Detached: an output that its own node saves would otherwise keep itself alive.
-        return tensor.detach()
-
-
 class StageRunner:
     """One stage, with its newest parameters at one version. Not thread-safe; everything is
     synchronous.
@@ -142,15 +119,14 @@ class StageRunner:
         """Whose gradient may still be hashed."""
         # A device with memory of its own refuses what is not there; the host's system does not.
         host = None if accelerator.has_own_memory else accelerator
-        self.graphs = GraphMemory(graph_budget_bytes, self._in_flight, self._owed, host)
-        self.graphs.host_bytes = host_graph_bytes
-        self._offload: GraphOffload | None = None
-        if accelerator.streams is not None and host_graph_bytes:
-            stages = [each.stage for each in self.parameter_sets]
-            permanent = [one for s in stages for one in (*s.parameters(), *s.buffers())]
-            self._offload = GraphOffload(accelerator.device, accelerator.streams, permanent)
-        self._splits = compile_backend is None and not (self.stage.is_first and self.stage.is_last)
-        """Not where nothing waits for a gradient, nor in compiled layers, which are one product."""
+        self.graphs = GraphMemory(
+            graph_budget_bytes, self._in_flight, self._owed, host, host_graph_bytes
+        )
+        # Not where nothing waits for a gradient, nor in compiled layers, which are one product.
+        splits = compile_backend is None and not (self.stage.is_first and self.stage.is_last)
+        self._passes = ForwardPasses(
+            accelerator, self.copier, self.parameter_sets, self.graphs, splits=splits
+        )
         self._fetched: dict[int, tuple[MicrobatchInput, Tensor]] = {}
         """Inputs of queued forwards that are copied, or being copied, to the device."""
         self.while_computing: Callable[[], None] = lambda: None
@@ -219,9 +195,9 @@ class StageRunner:
                 parameter_set, microbatch, accumulate, inputs, entry, wire, digests
             )
         needs_backward = accumulate or not parameter_set.stage.is_first
-        graph = self._graph_to_keep(parameter_set, inputs, entry) if needs_backward else None
+        graph = self._passes.to_keep(parameter_set, inputs, entry) if needs_backward else None
         if graph is None:
-            output = self._run_without_graph(parameter_set, inputs, entry)
+            output = self._passes.without_graph(parameter_set, inputs, entry)
         else:
             output = graph.output.detach()
         self.while_computing()
@@ -278,7 +254,7 @@ class StageRunner:
         parameter_set = self.parameter_sets.of(flight.step)
         graph, flight.graph = flight.graph, None
         if graph is None:
-            graph = self._graph_now(parameter_set, inputs)
+            graph = self._passes.now(parameter_set, inputs)
         else:
             working_bytes = self.graphs.sizes.working_bytes(
                 graph.recomputed_layers, graph.offloaded_layers
@@ -462,109 +438,6 @@ class StageRunner:
             )
         return self.parameter_sets.of(step)
 
-    # ---- one pass
-
-    def _run(
-        self,
-        parameter_set: ParameterSet,
-        inputs: MicrobatchInput,
-        layers_not_kept: int,
-        entry: Tensor | None = None,
-    ) -> Graph:
-        """Run forward with a graph, without some first layers, which are computed again or wait in
-        host memory. `entry`: the input on the device, if it is there already."""
-        stage = parameter_set.stage
-        entry, targets_BT = self._on_device(inputs, entry)
-        if not stage.is_first:
-            # A new tensor over the same memory, so that the kept input stays free of autograd.
-            entry = entry.detach().requires_grad_()
-        offload, offloaded = None, self.graphs.offloaded_of(layers_not_kept)
-        if self._offload is not None and offloaded:
-            offload = self._offload.forward_pass(offloaded)
-        recomputed_layers = layers_not_kept - offloaded
-        # Layers that are computed again are not recorded: their factors do not exist yet.
-        tape: WeightTape | None = None
-        if self._splits and not recomputed_layers:
-            tape = WeightTape()
-        elif self.parameter_sets.weights is not None:
-            tape = WeightTape(only_of_host=True)
-        with nullcontext() if tape is None else tape.recording():
-            output = stage(entry, targets_BT, recomputed_layers, offload)
-        return Graph(None if stage.is_first else entry, output, recomputed_layers, offloaded, tape)
-
-    def _run_without_graph(
-        self, parameter_set: ParameterSet, inputs: MicrobatchInput, entry: Tensor | None
-    ) -> Tensor:
-        entry, targets_BT = self._on_device(inputs, entry)
-        with torch.no_grad():
-            output: Tensor = parameter_set.stage(entry, targets_BT)
-        return output
-
-    def _on_device(
-        self, inputs: MicrobatchInput, entry: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        if entry is None:
-            entry = self.copier.to_device(inputs.inputs)
-        targets_BT = inputs.targets_BT
-        return entry, None if targets_BT is None else self.copier.to_device(targets_BT)
-
-    # ---- the memory of graphs
-
-    def _graph_to_keep(
-        self, parameter_set: ParameterSet, inputs: MicrobatchInput, entry: Tensor | None
-    ) -> Graph | None:
-        """Run forward with as much of a graph as fits beside those in flight; None if nothing
-        does."""
-        if self.graphs.measured is None:
-            graph = self._run_measured(parameter_set, inputs, entry)
-            fits = (
-                self.graphs.sizes.working_bytes(graph.recomputed_layers) <= self.graphs.budget_bytes
-            )
-            return graph if fits else None
-        recomputed = self.graphs.layers_to_recompute()
-        return None if recomputed is None else self._run(parameter_set, inputs, recomputed, entry)
-
-    def _graph_now(
-        self, parameter_set: ParameterSet, inputs: MicrobatchInput, entry: Tensor | None = None
-    ) -> Graph:
-        """Run forward for a backward pass that follows at once, whatever memory that takes."""
-        if self.graphs.measured is None:
-            return self._run_measured(parameter_set, inputs, entry)
-        sizes = self.graphs.measured
-        self.graphs.make_room(sizes.least_working_bytes)
-        recomputed = sizes.fewest_recomputed(self.graphs.room_bytes())
-        if recomputed is None:
-            recomputed = sizes.layers
-        return self._run(parameter_set, inputs, recomputed, entry)
-
-    def _run_measured(
-        self, parameter_set: ParameterSet, inputs: MicrobatchInput, entry: Tensor | None
-    ) -> Graph:
-        """Run forward with the graph of one layer only, as more might not fit, and measure it."""
-        layers = list(parameter_set.stage.model.layers.values())
-        saved = _SavedBytes(parameter_set.stage.parameters())
-        totals, input_bytes = [0, 0], [0]
-
-        def begins(_: object, args: tuple[Tensor, ...]) -> None:
-            totals[0], input_bytes[0] = saved.total, args[0].nbytes
-
-        def ends(*_: object) -> None:
-            totals[1] = saved.total
-
-        hooks = [layer.register_forward_pre_hook(begins) for layer in layers[-1:]]
-        hooks += [layer.register_forward_hook(ends) for layer in layers[-1:]]
-        recomputed = max(0, len(layers) - 1)
-        try:
-            with saved:
-                graph = self._run(parameter_set, inputs, recomputed, entry)
-        finally:  # also when `between_layers` ends the computation
-            for hook in hooks:
-                hook.remove()
-        layer_bytes = totals[1] - totals[0]
-        others_bytes = saved.total - layer_bytes
-        self.graphs.measured = GraphSizes(len(layers), layer_bytes, input_bytes[0], others_bytes)
-        return graph
-
     def _forward_backward(
         self, parameter_set: ParameterSet, microbatch: MicrobatchIndex, accumulate: bool, inputs:
         MicrobatchInput,
@@ -572,9 +445,9 @@ class StageRunner:
     ) -> BackwardResult:  # fmt: skip
         needs_backward = not parameter_set.stage.is_first or accumulate
         if not needs_backward:
-            loss = self._run_without_graph(parameter_set, inputs, entry)
+            loss = self._passes.without_graph(parameter_set, inputs, entry)
             return BackwardResult(None, False, self._finite_loss(loss))
-        graph = self._graph_now(parameter_set, inputs, entry)
+        graph = self._passes.now(parameter_set, inputs, entry)
         loss_sum = self._finite_loss(graph.output)
         kept = KeptMicrobatch(wire, bytearray())
         result = self._finish(parameter_set, microbatch, accumulate, graph, None, kept, digests)
@@ -645,7 +518,7 @@ class StageRunner:
     def output_again(self, parameter_set: ParameterSet, kept: KeptMicrobatch) -> Tensor:
         """The output of a microbatch once more, without a trace. RequestFailed: bad_input."""
         inputs = self.codec.read_input(memoryview(kept.inputs))
-        return self._run_without_graph(parameter_set, inputs, None)
+        return self._passes.without_graph(parameter_set, inputs, None)
 
     def input_gradient_again(
         self, parameter_set: ParameterSet, kept: KeptMicrobatch
@@ -656,7 +529,7 @@ class StageRunner:
         return self._differentiate(graph, self._kept_gradient(kept), [], Weights.NEVER)[0]
 
     def _graph_of(self, parameter_set: ParameterSet, kept: KeptMicrobatch) -> Graph:
-        return self._graph_now(parameter_set, self.codec.read_input(memoryview(kept.inputs)))
+        return self._passes.now(parameter_set, self.codec.read_input(memoryview(kept.inputs)))
 
     def _kept_gradient(self, kept: KeptMicrobatch) -> Tensor | None:
         """The gradient of the output on the device; None on the last stage."""
@@ -673,22 +546,8 @@ class StageRunner:
         )
         for parameter_set in self.parameter_sets:
             self.compute_again(parameter_set, nothing)
-        if self._offload is not None:
-            self._measure_seconds(self._offload, nothing)
-
-    def _measure_seconds(self, offload: GraphOffload, kept: KeptMicrobatch) -> None:
-        """Measure what a layer takes, of which depends whether its graph is worth a copy."""
-        sizes = self.graphs.sizes
-        self._accelerator.synchronise()
-        began = time.perf_counter()
-        self.compute_again(next(iter(self.parameter_sets)), kept)
-        self._accelerator.synchronise()
-        recomputed = sizes.fewest_recomputed(self.graphs.room_bytes())
-        passes = 3 * sizes.layers + (sizes.layers if recomputed is None else recomputed)
-        self.graphs.seconds = LayerSeconds(
-            (time.perf_counter() - began) / max(1, passes),
-            offload.copy_seconds(self._accelerator, sizes.layer_bytes),
-        )
+        newest = self.parameter_sets.newest(self.version)
+        self._passes.measure_seconds(lambda: self.compute_again(newest, nothing))
 
     def _finite_loss(self, loss: Tensor) -> float:
         loss_sum = float(loss.detach())

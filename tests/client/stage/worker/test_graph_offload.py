@@ -55,14 +55,14 @@ def offloading(
     with fake.at_work():
         pipeline = Pipeline(DEEP, fake, budget_bytes, host_graph_bytes=host_bytes)
         first = pipeline.runners[0]
-        run = first._run
+        run = first._passes.run
 
         def noted(*arguments: object) -> object:
             graph = run(*arguments)  # type: ignore[arg-type]
             seen.append((graph.recomputed_layers, graph.offloaded_layers))
             return graph
 
-        first._run = noted  # type: ignore[method-assign, assignment]
+        first._passes.run = noted  # type: ignore[method-assign, assignment]
         first.graphs.seconds = seconds
         digests = [pipeline.step(Step(step)) for step in (1, 2)]
     return pipeline.losses, digests, seen

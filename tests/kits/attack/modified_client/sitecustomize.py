@@ -104,7 +104,7 @@ def _outputs(change: Callable[[Any], Any]) -> Callable[[ModuleType], None]:
     """Change the activation that is sent on, wherever it is computed."""
 
     def patch(module: ModuleType) -> None:
-        honest = module.StageRunner._run
+        honest = module.ForwardPasses.run
 
         def run(
             self: Any, parameter_set: Any, inputs: Any, keep_graph: bool, entry: Any = None
@@ -115,7 +115,7 @@ def _outputs(change: Callable[[Any], Any]) -> Callable[[ModuleType], None]:
             _lied()
             return replace(graph, output=change(graph.output))
 
-        module.StageRunner._run = run
+        module.ForwardPasses.run = run
 
     return patch
 
@@ -148,7 +148,7 @@ def _other_gradient_signed(module: ModuleType) -> None:
 def _stale(module: ModuleType) -> None:
     """Compute with the parameters of the start for ever: gradients of another model."""
     runner = module.StageRunner
-    run, differentiate = runner._run, runner._differentiate
+    run, differentiate = module.ForwardPasses.run, runner._differentiate
     first: dict[int, list[Any]] = {}
 
     @contextmanager
@@ -181,7 +181,7 @@ def _stale(module: ModuleType) -> None:
         with at_the_start(parameters):
             return differentiate(self, graph, gradient, parameters, weights)
 
-    runner._run, runner._differentiate = stale_run, stale_differentiate
+    module.ForwardPasses.run, runner._differentiate = stale_run, stale_differentiate
 
 
 def _no_inputs(module: ModuleType) -> None:
@@ -561,7 +561,7 @@ def _other_state(module: ModuleType) -> None:
 def _paced(module: ModuleType) -> None:
     """Make a slow machine of its own of each volunteer, however many processes share the
     processor; what it audits takes as long as what it counts."""
-    honest = module.StageRunner._run
+    honest = module.ForwardPasses.run
 
     def run(self: Any, *arguments: Any, **named: Any) -> Any:
         due = time.monotonic() + PACE_SECONDS
@@ -569,7 +569,7 @@ def _paced(module: ModuleType) -> None:
         time.sleep(max(0.0, due - time.monotonic()))
         return graph
 
-    module.StageRunner._run = run
+    module.ForwardPasses.run = run
 
 
 def _audits_nothing_unwatched(module: ModuleType) -> None:
