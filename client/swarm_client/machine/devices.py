@@ -172,7 +172,9 @@ def _share(devices: Sequence[Device], place: int) -> Device:
 
 
 def _cpu(memory_bytes: int | None) -> Device:
-    return Device(PROCESSOR, f"CPU, {usable_cores()} cores", memory_bytes or _host_bytes())
+    cores = usable_cores()
+    label = f"CPU, {cores} core{'' if cores == 1 else 's'}"
+    return Device(PROCESSOR, label, memory_bytes or _host_bytes())
 
 
 def _host_bytes() -> int:

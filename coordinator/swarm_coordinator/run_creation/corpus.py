@@ -28,6 +28,8 @@ PIECE_CHARACTERS = 1024 * 1024
 MAX_RECORD_BYTES = 256 * 1024 * 1024
 """Bytes of a JSON line, characters of a table's cell: they are held in memory whole. A longer one
 is left out."""
+BINARY_BYTES = 8000
+"""A file with a NUL among its first bytes is no text; git has the same rule (xdiff-interface.c)."""
 DEFAULT_COLUMN = "text"
 
 _JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst")
@@ -95,7 +97,13 @@ def read_corpus(source: str, column: str = DEFAULT_COLUMN) -> Corpus:
     if records and len(records) < len(files):
         others = len(files) - len(records)
         description += f" (without {others} file(s) that are not .jsonl, .parquet or .arrow)"
-    chosen = records or files
+    chosen = records or [file for file in files if not _is_binary(file)]
+    if not chosen:
+        raise DataError(f"the folder {path} holds no file of text, but {files[0].name}")
+    if not records and len(chosen) < len(files):
+        first = next(file for file in files if file not in chosen).relative_to(path)
+        others = len(files) - len(chosen)
+        description += f" (without {others} file(s) that are not text, such as {first})"
     return TextCorpus(description, lambda: _folder_documents(path, chosen, column))
 
 
@@ -127,6 +135,12 @@ def _files(folder: Path, left_out: frozenset[str] = frozenset()) -> list[Path]:
         paths = (Path(parent, name) for name in names if name[0] != ".")
         files += [path for path in paths if path.is_file()]
     return sorted(files, key=lambda path: path.relative_to(folder).as_posix())
+
+
+def _is_binary(path: Path) -> bool:
+    """Whether the file was never text. A NUL further on, or what is not UTF-8, is damage, which is
+    refused when it is read."""
+    return b"\0" in next(iter(read_blocks(path)), b"")[:BINARY_BYTES]
 
 
 def holds_records(name: str) -> bool:

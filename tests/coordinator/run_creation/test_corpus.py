@@ -142,10 +142,33 @@ def test_of_a_folder_with_records_only_these_are_read(tmp_path: Path):
     assert "without 2 file(s)" in corpus.description
 
 
-def test_a_picture_among_the_text_is_refused_by_name(tmp_path: Path):
+PICTURE = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"
+
+
+def test_pictures_among_the_text_are_left_out_and_counted(tmp_path: Path):
     (tmp_path / "a.txt").write_text("fine")
-    (tmp_path / "b.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR")
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "b.png").write_bytes(PICTURE)
+    (tmp_path / "z.gz").write_bytes(gzip.compress(PICTURE))
+    corpus = text_corpus(tmp_path)
+    assert [document.text for document in corpus.documents()] == ["fine"]
+    assert corpus.description.endswith(
+        "(without 2 file(s) that are not text, such as images/b.png)"
+    )
+
+
+def test_a_picture_alone_is_refused_by_name(tmp_path: Path):
+    picture = tmp_path / "b.png"
+    picture.write_bytes(PICTURE)
     with pytest.raises(DataError, match=r"b\.png is not text: byte 8 is NUL"):
+        read(picture)
+    with pytest.raises(DataError, match=r"holds no file of text, but b\.png"):
+        read_corpus(str(tmp_path))
+
+
+def test_a_text_with_a_nul_further_on_is_damaged_and_not_left_out(tmp_path: Path):
+    (tmp_path / "a.txt").write_bytes(b"x" * 8000 + b"\0")
+    with pytest.raises(DataError, match=r"a\.txt is not text: byte 8000 is NUL"):
         read(tmp_path)
 
 
