@@ -12,6 +12,7 @@ import trio
 from swarm_client.control.status_document import DaemonState, DeviceView, SuspendReason
 from swarm_client.control.status_sentence import Suspension
 from swarm_client.daemon.status_builder import governed_device_view, machine_view
+from swarm_client.governor.device_offer import PROGRAM_BYTES
 from swarm_client.governor.disk_space import DiskAllowance
 from swarm_client.governor.governor import P2PD_HELD_BACK, Governor
 from swarm_client.governor.probes.all import MachineProbes
@@ -247,7 +248,7 @@ async def test_the_status_tells_what_the_probes_read_and_why_nothing_is_computed
 
 
 async def test_what_is_the_machines_is_shared_by_its_devices(tmp_path: Path) -> None:
-    text = "max_cores = 2\nupload_bytes_per_second = 100000\nmemory_percent_idle = 6"
+    text = "max_cores = 2\nupload_bytes_per_second = 100000\nmemory_percent_idle = 12"
     rig = Rig(tmp_path, text, devices=2)
     rig.volunteer.memory_bytes = rig.other_volunteers[0].memory_bytes = -1
     assert await rig.look() is None
@@ -255,7 +256,8 @@ async def test_what_is_the_machines_is_shared_by_its_devices(tmp_path: Path) -> 
     cores = min(2, rig.governor._binding.available_cores)
     assert one.limits == other.limits == WorkerLimits(1.0, max(1, cores // 2))
     total = rig.governor.readings.memory_total_bytes
-    assert one.memory_bytes == other.memory_bytes == min(10**9, int(total * 6 / 100) // 2)
+    permitted = int(total * 12 / 100) // 2 - PROGRAM_BYTES
+    assert one.memory_bytes == other.memory_bytes == min(10**9, max(0, permitted))
     assert rig.bandwidth.up.bytes_per_second == 100_000
 
 

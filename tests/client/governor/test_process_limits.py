@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from kits.memory import offers
 from shared.clock import Clock
+from swarm_client.governor import device_offer
 from swarm_client.governor.device_offer import permitted_memory, usable_devices
 from swarm_client.governor.disk_space import data_budget_bytes, make_room, missing_disk_bytes
 from swarm_client.governor.policy import GIB
@@ -34,7 +35,7 @@ from swarm_client.preferences import Preferences
 from swarm_client.stage.worker.duty_cycle import MAX_REST_FACTOR, DutyCycle
 from swarm_shared.base.errors import CapacityError, SwarmError, UsageError
 from swarm_shared.base.types import RunId
-from swarm_shared.host.memory import host_memory
+from swarm_shared.host.memory import HostMemory
 
 TODAY = date(2026, 11, 21)
 
@@ -346,15 +347,24 @@ def test_a_device_in_the_hosts_memory_shares_it_with_the_processor() -> None:
     assert (beside.id, processor.id) == ("mps:0", "cpu")
 
 
-def test_a_stage_must_fit_what_is_allowed_while_the_machine_is_in_use() -> None:
-    total = host_memory().total_bytes
+def test_a_stage_must_fit_what_is_allowed_while_the_machine_is_in_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    total = 24 * GIB
+    monkeypatch.setattr(device_offer, "host_memory", lambda: HostMemory(total, total))
     said = prefer(memory_percent_busy=20, memory_percent_idle=60, gpu={"1": {"vram_gib": 6}})
     cpu = Device("cpu", "CPU", 10 * total)
-    assert permitted_memory(cpu, said, 1, 1, has_display=True) == offers(int(total * 0.2))
-    assert permitted_memory(cpu, said, 2, 2, has_display=False) == offers(int(total * 0.6) // 2)
+
+    def stage(share: float, sharers: int = 1) -> int:
+        return int(total * share) // sharers - device_offer.PROGRAM_BYTES
+
+    assert permitted_memory(cpu, said, 1, 1, has_display=True) == offers(stage(0.2))
+    assert permitted_memory(cpu, said, 2, 2, has_display=False) == offers(stage(0.6, 2))
     yields = said.model_copy(update={"run_if_user_active": False})
-    assert permitted_memory(cpu, yields, 1, 1, has_display=True) == offers(int(total * 0.6))
+    assert permitted_memory(cpu, yields, 1, 1, has_display=True) == offers(stage(0.6))
+    none = prefer(memory_percent_idle=1)
+    assert permitted_memory(cpu, none, 1, 1, has_display=False) == offers(0)
     first, second = (Device(f"cuda:{i}", "GPU", 8 * GIB, host_bytes=10 * total) for i in range(2))
     limited = permitted_memory(second, said, 1, 2, has_display=True)
-    assert (limited.device_bytes, limited.host_bytes) == (6 * GIB, int(total * 0.2) // 2)
+    assert (limited.device_bytes, limited.host_bytes) == (6 * GIB, stage(0.2, 2))
     assert permitted_memory(first, said, 1, 2, has_display=True).device_bytes == 8 * GIB
