@@ -38,6 +38,7 @@ from swarm_client.volunteer.device_group import DeviceGroup
 from swarm_client.volunteer.stage_manager import WorkerLimits
 from swarm_client.volunteer.volunteer import Volunteer
 from swarm_shared.base.errors import SwarmError
+from swarm_shared.base.memory import MemoryOffer
 from swarm_shared.base.types import RunId
 from swarm_shared.network import Bandwidth
 from swarm_shared.settings.commented_toml import toml_value
@@ -65,6 +66,8 @@ class _DeviceRecord:
     volunteer: Volunteer
     device: Device
     """As offered at the start, without the preferences."""
+    offered: MemoryOffer
+    """As offered with them."""
     memory: PolicyMemory = field(default_factory=PolicyMemory)
     decision: GovernorDecision = field(default_factory=lambda: GovernorDecision((), Limits()))
     own_suspension: Suspension | None = None
@@ -90,7 +93,9 @@ class Governor:
         self._home = home
         self._device_group = device_group
         self._records = tuple(
-            _DeviceRecord(one, one.context.options.device) for one in device_group.volunteers
+            _DeviceRecord(one, device, device.memory)
+            for one in device_group.volunteers
+            for device in (one.context.options.device,)
         )
         self._bandwidth = bandwidth
         self._run = run
@@ -203,6 +208,10 @@ class Governor:
             has_display=record.memory.at_display.last_seen is not None,
         )  # fmt: skip
         volunteer.offer_memory(offered)
+        if offered != record.offered:
+            record.offered = offered
+            why = "" if offered == device.memory else ": the preferences leave no more"
+            self._report_for(record, f"a stage may take {offered}{why}")
         self._suspend_or_resume(record)
 
     def _suspend_or_resume(self, record: _DeviceRecord) -> None:

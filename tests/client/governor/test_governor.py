@@ -12,6 +12,7 @@ import trio
 from swarm_client.control.status_document import DaemonState, DeviceView, SuspendReason
 from swarm_client.control.status_sentence import Suspension
 from swarm_client.daemon.status_builder import governed_device_view, machine_view
+from swarm_client.governor import device_offer
 from swarm_client.governor.device_offer import PROGRAM_BYTES
 from swarm_client.governor.disk_space import DiskAllowance
 from swarm_client.governor.governor import P2PD_HELD_BACK, Governor
@@ -25,6 +26,7 @@ from swarm_client.volunteer.stage_manager import WorkerLimits
 from swarm_shared.base.errors import StorageError
 from swarm_shared.base.memory import MemoryOffer
 from swarm_shared.base.types import PeerId, RunId
+from swarm_shared.host.memory import HostMemory
 from swarm_shared.network import Bandwidth
 
 OWN_RUN = RunId("f" * 32)
@@ -259,6 +261,23 @@ async def test_what_is_the_machines_is_shared_by_its_devices(tmp_path: Path) -> 
     permitted = int(total * 12 / 100) // 2 - PROGRAM_BYTES
     assert one.memory_bytes == other.memory_bytes == min(10**9, max(0, permitted))
     assert rig.bandwidth.up.bytes_per_second == 100_000
+
+
+async def test_what_the_preferences_leave_a_stage_is_said_once_and_when_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = HostMemory(2**31, 2**31)
+    monkeypatch.setattr(device_offer, "host_memory", lambda: memory)
+    rig = Rig(tmp_path, "memory_percent_idle = 50\nmemory_percent_busy = 45")
+    rig.somebody.idle = 10_000.0  # a display is there
+    for _ in range(2):
+        await rig.look()
+    memory = HostMemory(2**40, 2**40)
+    await rig.look()
+    assert [line for line in rig.lines if "a stage may take" in line] == [
+        "a stage may take 25.6 MiB of memory: the preferences leave no more",
+        "a stage may take 954 MiB of memory",
+    ]
 
 
 async def test_both_devices_are_paused_and_a_users_own_pause_of_one_is_left_alone(
