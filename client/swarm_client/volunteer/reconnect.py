@@ -6,6 +6,7 @@ order of a leave. The content of a session is the volunteer's.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,7 @@ from swarm_shared.base.errors import (
 )
 from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.text import duration_text
+from swarm_shared.base.types import Instance
 from swarm_shared.identity.invite import Invite
 from swarm_shared.network import Node
 from swarm_shared.protocol import (
@@ -72,6 +74,7 @@ class Attachment:
         """This machine has passed a self-test since the last answer of the coordinator."""
         self._node = node
         self._invite = invite
+        self._instance: Instance = secrets.token_hex(8)
         self._report = report
         self._scope: trio.CancelScope | None = None
         self._attempt: trio.CancelScope | None = None
@@ -183,8 +186,8 @@ class Attachment:
         return problem
 
     def _hello(self, volunteer: Volunteer) -> Hello:
-        hello = volunteer.hello()
-        return hello.model_copy(update={"self_tested": True}) if self._self_tested else hello
+        own = {"instance": self._instance, "self_tested": self._self_tested}
+        return volunteer.hello().model_copy(update=own)
 
     async def _sit_out(self, refusal: RefusedForNow, volunteer: Volunteer) -> None:
         """Wait until a refusal ends: by a self-test of this machine, where that ends it.

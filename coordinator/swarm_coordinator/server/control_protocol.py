@@ -177,7 +177,7 @@ class ControlServer:
         except (AdmissionError, VersionError, ProtocolError) as error:
             await self._refuse(stream, error)
             return
-        session = self.sessions.open(stream.remote, stream, certified_at)
+        session = self.sessions.open(stream.remote, stream, certified_at, hello.instance)
         session.place = self.proof.place(stream.remote_address)
         announced = self.proof.checked(hello.announced, session.place)
         proven = announced.model_dump(exclude={"kind", "carrier"}) | {"carrier": announced.carrier}

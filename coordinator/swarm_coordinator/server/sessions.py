@@ -21,7 +21,7 @@ from swarm_coordinator.core.events import SessionNumber
 from swarm_coordinator.status.pacing import batched
 from swarm_shared.addresses.announced import NOWHERE, PeerPlace
 from swarm_shared.base.errors import LinkClosed, NetworkError
-from swarm_shared.base.types import PeerId
+from swarm_shared.base.types import MAX_SENTENCE_CHARACTERS, Instance, PeerId
 from swarm_shared.network import FramedStream
 from swarm_shared.protocol import (
     Close,
@@ -46,6 +46,12 @@ WRITERS_PER_TURN = 20
 RECORDS_PER_TURN = 500
 """Roster records encoded before other tasks run: one to three milliseconds of work."""
 
+DISPLACED = (
+    "another program has joined with the same identity since, and works in place of this one; if "
+    "this machine's home folder is a copy of another machine's, remove identity.key from the copy, "
+    "and join again"
+)
+
 SEND_SECONDS = 30.0
 """Seconds without progress of a send after which a client is disconnected; it can attach again."""
 
@@ -59,6 +65,8 @@ class ClientSession:
     stream: FramedStream
     certified_at: float = 0.0
     """When its certificate was issued, in Unix seconds."""
+    instance: Instance = ""
+    """Which program opened it."""
     encoder: MessageEncoder = field(default_factory=lambda: MessageEncoder())
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
     disconnect_reason: str | None = None
@@ -96,6 +104,11 @@ class ClientSession:
         """End the session once the outbox has been sent."""
         self._finishing = True
         self._wake.set()
+
+    def refuse(self, reason: str) -> None:
+        """End the session, and what the client does in this run, with a reason."""
+        self.send(encode(Refused(code="admission", reason=reason[:MAX_SENTENCE_CHARACTERS])))
+        self.finish()
 
     def disconnect(self, reason: str) -> None:
         """End the session now."""
@@ -152,21 +165,29 @@ class ClientSessions:
         """The current session of every attached peer."""
         return list(self._current.values())
 
-    def open(self, peer: PeerId, stream: FramedStream, certified_at: float = 0.0) -> ClientSession:
+    def open(
+        self, peer: PeerId, stream: FramedStream, certified_at: float = 0.0,
+        instance: Instance = "",
+    ) -> ClientSession:  # fmt: skip
         """Register a session. Messages to the peer still go to its previous session."""
         self._counter += 1
         session = ClientSession(
-            SessionNumber(self._counter), peer, stream, certified_at, self._encoder
+            SessionNumber(self._counter), peer, stream, certified_at, instance, self._encoder
         )
         self._open[session.number] = session
         return session
 
     def make_current(self, number: SessionNumber, peer: PeerId) -> None:
-        """Make this session its peer's current one; an older one is closed."""
+        """Make this session its peer's current one. An older one is closed; if it is another
+        program's, that one is refused, as the two would otherwise displace each other for ever."""
         older = self._current.pop(peer, None)
-        if older is not None:
-            older.disconnect("the client attached anew")
         session = self._open.get(number)
+        if older is not None:
+            if session is not None and session.instance != older.instance:
+                log.warning("%s has joined from another program as well", peer)
+                older.refuse(DISPLACED)
+            else:
+                older.disconnect("the client attached anew")
         if session is not None:
             self._current[peer] = session
 
@@ -174,8 +195,7 @@ class ClientSessions:
         """Refuse a session whose peer was revoked before the core processed the attachment."""
         session = self._open.get(number)
         if session is not None:
-            session.send(encode(Refused(code="admission", reason=reason[:500])))
-            session.finish()
+            session.refuse(reason)
 
     def ended(self, session: ClientSession) -> None:
         self._open.pop(session.number, None)

@@ -139,6 +139,8 @@ Seed = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 """Sixteen random bytes in hex, from which a key is derived."""
 LinearDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 """A linear digest in hex (`swarm_shared.identity.linear_digest`)."""
+Instance = Annotated[str, Field(pattern=r"^(?:[0-9a-f]{16})?$")]
+"""Random bytes in hex that tell a program that was started from every other one."""
 ArithmeticClass = Annotated[str, Field(pattern=r"^[0-9a-f]{8}$")]
 """A digest of fixed work in hex: the same on machines that compute it alike, to the bit."""
 CarrierPeerId = Annotated[str, ParsedAs(r"^[1-9A-HJ-NP-Za-km-z]{40,60}$")]

@@ -21,6 +21,7 @@ from swarm_shared.base.types import (
     DisplayName,
     Envelope,
     Generation,
+    Instance,
     ItemName,
     Loss,
     Magnitude,
@@ -104,6 +105,9 @@ class Hello(FrozenModel):
     """Attempt of step version + 1 whose averaged gradient this client still holds."""
     receipts: ReceiptEnvelopes = ()
     """All receipts of steps that are not applied yet."""
+    instance: Instance = ""
+    """The same in all hellos of a program that was started. Another one has this client's key too,
+    as on a machine to which its home folder was copied."""
     self_tested: bool = False
     """This client's machine has passed a self-test since the client was refused."""
     local: Addresses = ()

@@ -9,7 +9,18 @@ import trio.testing
 from swarm_coordinator.server import sessions as module
 from swarm_coordinator.server.sessions import WRITERS_PER_TURN, ClientSessions, MessageEncoder
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
-from swarm_shared.protocol import Close, Goodbye, Mask, PeerRecord, Reduction, Roster, encode
+from swarm_shared.protocol import (
+    Close,
+    Goodbye,
+    Mask,
+    PeerRecord,
+    Reduction,
+    Refused,
+    Roster,
+    coordinator_messages,
+    encode,
+    parse,
+)
 
 
 class Stream:
@@ -58,6 +69,37 @@ async def test_what_was_broadcast_is_written_before_a_session_ends() -> None:
         nursery.start_soon(session.write_all)
         await sessions.finish_all(5.0)
     assert len(stream.sent) == 1
+
+
+@pytest.mark.parametrize("is_alive", [True, False])
+@pytest.mark.parametrize(("older", "newer"), [("a" * 16, "a" * 16), ("a" * 16, "b" * 16)])
+async def test_a_new_session_ends_the_older_one_for_good_if_it_is_of_another_program(
+    older: str, newer: str, is_alive: bool
+) -> None:
+    sessions, streams = ClientSessions(), (Stream(), Stream())
+    first, second = (
+        sessions.open(PeerId("a"), stream, 0.0, instance)  # type: ignore[arg-type]
+        for stream, instance in zip(streams, (older, newer), strict=True)
+    )
+    sessions.make_current(first.number, PeerId("a"))
+    if not is_alive:
+        sessions.ended(second)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(first.write_all)
+        sessions.make_current(second.number, PeerId("a"))
+        sessions.send(PeerId("a"), Goodbye(reason="to the newer one"))
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.cancel_scope.cancel()
+    assert first.scope.cancel_called
+    assert sessions.attached == (1 if is_alive else 0)
+    refused = [parse(coordinator_messages, header) for header in streams[0].sent]
+    if older == newer or not is_alive:
+        assert refused == []
+        return
+    (refusal,) = refused
+    assert isinstance(refusal, Refused)
+    assert refusal.code == "admission"
+    assert "remove identity.key from the copy" in refusal.reason
 
 
 async def test_a_large_roster_is_encoded_a_little_at_a_time_and_once_for_all_newcomers(
