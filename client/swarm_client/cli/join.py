@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from swarm_client.cli.options import home_option, invite_argument, print_event
+from swarm_client.cli.options import home_option, invite_argument
 from swarm_client.machine.device_names import FORMS
 from swarm_client.machine.home import Home
+from swarm_shared.base.command_line import print_event
 from swarm_shared.base.errors import DaemonError, SwarmError, UsageError
 from swarm_shared.base.text import printable
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import datetime
 import json
 import re
 import sys
@@ -66,16 +64,6 @@ def print_answer(document: dict[str, Any], as_json: bool) -> None:
         print_json(document)
     else:
         click.echo(printable(str(document["message"])))
-
-
-def print_event(text: str) -> None:
-    """Print one event on one line, with the time of day.
-
-    Often into a file: a full disk, or a closed terminal, is no reason to stop.
-    """
-    now = datetime.datetime.now().strftime("%H:%M:%S")
-    with contextlib.suppress(OSError):
-        click.echo(f"{now}  {text}")
 
 
 def parse_duration(text: str) -> float:

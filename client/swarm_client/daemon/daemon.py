@@ -4,14 +4,14 @@
 Owns a home while it runs: its lock, its log, the control socket, the stored runs, and the user's
 own pause. One participation in a run is `swarm_client.daemon.participation`'s; why nothing is
 computed otherwise is the volunteer's. In the foreground it ends with its participation; otherwise
-it waits for the next command. One Ctrl-C or SIGTERM leaves in order, a second one at once.
+it waits for the next command. One Ctrl-C or SIGTERM, or a closed terminal, leaves in order, a
+second signal at once.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import signal
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -54,6 +54,7 @@ from swarm_shared.base.clock import Clock, monotonic, wall
 from swarm_shared.base.error_groups import expected_error
 from swarm_shared.base.errors import StorageError, SwarmError, UsageError
 from swarm_shared.base.local_server import serve_lines
+from swarm_shared.host.stop_signals import asks_again, stop_signals
 from swarm_shared.identity.invite import Invite
 from swarm_shared.identity.keys import Identity
 
@@ -269,9 +270,9 @@ class Daemon:
 
     async def _take_signals(self) -> None:
         leaving_at_once = False
-        with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-            async for _ in signals:
-                if leaving_at_once:
+        with trio.open_signal_receiver(*stop_signals()) as signals:
+            async for number in signals:
+                if leaving_at_once or (self._handing_over and not asks_again(number)):
                     continue  # received, so that none ends the process before its workers
                 if self._handing_over or not self._can_hand_over():
                     leaving_at_once = True

@@ -29,6 +29,7 @@ from swarm_coordinator.tracking.targets import (
 from swarm_coordinator.tracking.trace_reader import StepTrace, read_traces
 from swarm_shared.base.atomic_file import make_folder
 from swarm_shared.base.errors import UsageError
+from swarm_shared.host.stop_signals import stop_signals
 from swarm_shared.identity.signed_manifest import run_id_of
 
 JSON_LINES = "jsonl"
@@ -121,12 +122,9 @@ def _position_file(run: TrackedRun, target: str) -> Path | None:
 
 @contextlib.contextmanager
 def _stop_signals() -> Iterator[threading.Event]:
-    """Set an event at Ctrl-C and SIGTERM, so that neither interrupts a record half written."""
+    """Set an event at Ctrl-C and the like, so that none interrupts a record half written."""
     stop = threading.Event()
-    before = {
-        number: signal.signal(number, lambda *_: stop.set())
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
+    before = {number: signal.signal(number, lambda *_: stop.set()) for number in stop_signals()}
     try:
         yield stop
     finally:

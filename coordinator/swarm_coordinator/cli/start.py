@@ -10,7 +10,6 @@ import logging
 import logging.handlers
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -38,6 +37,7 @@ from swarm_coordinator.server.processes.evaluator import EvaluatorProcess
 from swarm_coordinator.storage.connection import DatabaseLocation, PostgresqlLocation
 from swarm_coordinator.storage.leader_election import wait_for_leadership
 from swarm_shared.base.atomic_file import write_atomically
+from swarm_shared.base.command_line import print_event
 from swarm_shared.base.errors import ConfigurationError, LeadershipError, UsageError
 from swarm_shared.identity.invite import Invite
 from swarm_shared.identity.signed_manifest import sign_manifest
@@ -90,7 +90,7 @@ def start_command(run_dir: Path, port: int | None, http: str | None, standby: bo
         _log_to(folder.log / "coordinator.log")
         while True:
             if isinstance(location, PostgresqlLocation):
-                trio.run(partial(wait_for_leadership, location, _report, stand_by=standby))
+                trio.run(partial(wait_for_leadership, location, print_event, stand_by=standby))
             if _serve(folder, location, port, http, standby):
                 return
 
@@ -108,7 +108,7 @@ def _serve(
     checkpoint, check = check_start(folder, manifest)
     if standby and check.findings:
         # No organiser is there to decide, and volunteers hold newer state than any checkpoint.
-        _report(f"taking over despite damage: {check.sentence}")
+        print_event(f"taking over despite damage: {check.sentence}")
     else:
         refuse_damage(check)
     restored = read_progress(folder)
@@ -127,14 +127,14 @@ def _serve(
             manifest=manifest,
             identity=identity,
             store=store,
-            report=_report,
+            report=print_event,
             port=port,
             verified=checkpoint,
             on_serving=_print_serving_finished
             if over
             else _print_serving(folder, settings, manifest),
             dashboard_process=_dashboard_process(folder, http),
-            evaluator_process=EvaluatorProcess(folder, _report)
+            evaluator_process=EvaluatorProcess(folder, print_event)
             if settings.evaluation.every_steps
             else None,
         )
@@ -158,7 +158,7 @@ def _dashboard_process(folder: RunFolder, listen: str | None) -> DashboardProces
     if not listen:
         return None
     tls = tls_context(folder.path, http.certificate, http.key) is not None
-    return DashboardProcess(folder, replace(parse_address(listen), tls=tls), _report)
+    return DashboardProcess(folder, replace(parse_address(listen), tls=tls), print_event)
 
 
 def _follow_settings(
@@ -250,11 +250,6 @@ def _print_serving_finished(invite: Invite) -> None:
         f"serving the model to members at {', '.join(invite.addresses)}, and telling volunteers "
         "that the run is over; Ctrl-C stops"
     )
-    sys.stdout.flush()
-
-
-def _report(line: str) -> None:
-    click.echo(f"{time.strftime('%H:%M:%S')} {line}")
     sys.stdout.flush()
 
 

@@ -47,6 +47,7 @@ from swarm_shared.base.atomic_file import write_atomically
 from swarm_shared.base.clock import monotonic
 from swarm_shared.base.errors import StorageError, UsageError
 from swarm_shared.base.types import MAX_EXACT_INTEGER, PeerId
+from swarm_shared.host.stop_signals import stop_signals
 from swarm_shared.run.manifest import Manifest
 from swarm_shared.run.model_config import PRESETS
 
@@ -177,7 +178,7 @@ def run_demo(options: DemoOptions) -> None:
     # A sampled text may have characters that the terminal's encoding lacks.
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
-    with _sigterm_as_interrupt():
+    with _stopped_in_order():
         run_dir = quoted(options.run_dir)
         with _interrupted(
             f"All processes have ended; run and logs are in {options.run_dir}. "
@@ -414,14 +415,15 @@ def _interrupted(explanation: str) -> Iterator[None]:
 
 
 @contextmanager
-def _sigterm_as_interrupt() -> Iterator[None]:
-    """Treat SIGTERM like Ctrl-C, which ends all subprocesses."""
+def _stopped_in_order() -> Iterator[None]:
+    """Treat all signals that ask to stop like Ctrl-C, which ends all subprocesses."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = {number: signal.signal(number, interrupt) for number in stop_signals()}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

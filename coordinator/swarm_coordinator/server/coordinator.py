@@ -8,7 +8,6 @@ opening the network (`server.startup`), and every decision about the run (`core.
 from __future__ import annotations
 
 import logging
-import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -71,6 +70,7 @@ from swarm_shared.base.types import Generation, PeerId, Version
 from swarm_shared.credit.credit import normalised_team
 from swarm_shared.data.leaf_files import LeafFiles
 from swarm_shared.data.shards import write_missing_trees
+from swarm_shared.host.stop_signals import asks_again, stop_signals
 from swarm_shared.identity.signed_manifest import run_id_of
 from swarm_shared.network import RelayLimits
 from swarm_shared.probe.address_proof import AddressProof
@@ -182,7 +182,7 @@ class Coordinator:
             status_writer = self._serve_protocols(addresses)
             await status_writer.write_status()
             # Before `on_serving` announces the coordinator: from now on a Ctrl-C stops in order.
-            signals = stack.enter_context(trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM))
+            signals = stack.enter_context(trio.open_signal_receiver(*stop_signals()))
             service.on_serving(invite_for(service.manifest, addresses, token))
             try:
                 await self._run_tasks(status_writer, signals)
@@ -403,11 +403,13 @@ class Coordinator:
         self._service.store.post(Note(text, peer))
 
     async def _take_signals(self, signals: AsyncIterator[int]) -> None:
-        """Stop in order at the first Ctrl-C, at once at the second."""
+        """Stop in order at the first signal, at once at a second Ctrl-C."""
         asked = False
-        async for _ in signals:
-            if asked:
+        async for number in signals:
+            if asked and asks_again(number):
                 raise KeyboardInterrupt
+            if asked:
+                continue
             asked = True
             if self._state.phase is not RunPhase.FINISHED:
                 self._service.report(

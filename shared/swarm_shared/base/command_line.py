@@ -1,13 +1,16 @@
 """The shell around a click program: lazily imported commands, and errors as one sentence.
 
 Owns what `swarm-client` and `swarm-coordinator` have in common: importing a command's module only
-when it is used, the translation of exceptions to one sentence and an exit code, the file that
-keeps the traceback of an unexpected error, and completion scripts. The commands belong to the two
-programs.
+when it is used, lines of events, the translation of exceptions to one sentence and an exit code,
+the file that keeps the traceback of an unexpected error, and completion scripts. The commands
+belong to the two programs.
 """
 
 from __future__ import annotations
 
+import contextlib
+import datetime
+import errno
 import importlib
 import os
 import sys
@@ -73,6 +76,27 @@ def completion_script(root: click.Command, program: str, shell: str) -> str:
     return str(script.source_template % script.source_vars())
 
 
+def print_event(text: str) -> None:
+    """Print one event on one line, with the time of day.
+
+    Often into a file or a pipe: a full disk, a closed terminal, or a reader that has ended, is no
+    reason to stop.
+    """
+    now = datetime.datetime.now().strftime("%H:%M:%S")
+    try:
+        click.echo(f"{now}  {text}")
+    except OSError as error:
+        if error.errno in (errno.EPIPE, errno.EIO):
+            _discard_output()
+
+
+def _discard_output() -> None:
+    """Let what is printed vanish: nothing reads it any more, and Python would report that when the
+    program ends."""
+    with contextlib.suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def run_command_line(
     group: click.Group,
     program: str,
@@ -100,8 +124,7 @@ def run_command_line(
     except (KeyboardInterrupt, click.Abort):
         return INTERRUPTED_EXIT_CODE
     except BrokenPipeError:
-        # The reader of the output has ended (`history | head`); Python must not report it at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()  # as of `history | head`
         return 0
     except BaseExceptionGroup as error:
         return _fail(program, error, log_folders)
