@@ -108,7 +108,7 @@ test-nightly: setup-dev
 	@$(PYTEST) --tier nightly $(WORKERS) 2 --dist loadgroup $(ARGS)
 
 bench-strangers: setup-dev
-	@PYTHONPATH=tests $(PY) -m benchmarks.strangers $(ARGS)
+	@PYTHONPATH=tests $(PY) -m benchmarks.trust.strangers $(ARGS)
 
 fuzz: setup-dev
 	@PYTHONPATH=tests $(PY) -m fuzz.run $(ARGS)
@@ -139,10 +139,10 @@ bench: setup-dev
 	@$(PY) -m benchmarks.throughput $(ARGS)
 
 bench-processor-seconds: setup-dev
-	@$(PY) -m benchmarks.processor_seconds $(ARGS)
+	@$(PY) -m benchmarks.throughput.processor_seconds $(ARGS)
 
 bench-faults: setup-dev
-	@$(PY) -m benchmarks.faults $(ARGS)
+	@$(PY) -m benchmarks.throughput.faults $(ARGS)
 
 # The lab of namespaces lies with the tests.
 bench-net: setup-dev
@@ -161,31 +161,31 @@ bench-simulator: setup-dev
 	@$(PY) -m benchmarks.simulator $(ARGS)
 
 bench-rebalancing: setup-dev
-	@$(PY) -m benchmarks.rebalancing $(ARGS)
+	@$(PY) -m benchmarks.simulator.rebalancing $(ARGS)
 
 bench-routing: setup-dev
-	@$(PY) -m benchmarks.routing $(ARGS)
+	@$(PY) -m benchmarks.simulator.routing $(ARGS)
 
 bench-coordinator: setup-dev
 	@$(PY) -m benchmarks.coordinator $(ARGS)
 
 bench-prediction: setup-dev
-	@$(PY) -m benchmarks.prediction $(ARGS)
+	@$(PY) -m benchmarks.simulator.prediction $(ARGS)
 
 bench-views: setup-dev
-	@$(PY) -m benchmarks.views $(ARGS)
+	@$(PY) -m benchmarks.desktop.views $(ARGS)
 
 bench-yielding: setup-dev
-	@$(PY) -m benchmarks.yielding $(ARGS)
+	@$(PY) -m benchmarks.desktop.yielding $(ARGS)
 
 bench-trust: setup-dev
-	@PYTHONPATH=tests $(PY) -m benchmarks.trust_overhead $(ARGS)
+	@PYTHONPATH=tests $(PY) -m benchmarks.trust.overhead $(ARGS)
 
 bench-trust-detection: setup-dev
-	@$(PY) -m benchmarks.trust_detection $(ARGS)
+	@$(PY) -m benchmarks.trust.detection $(ARGS)
 
 bench-trust-honest: setup-dev
-	@PYTHONPATH=tests $(PY) -m benchmarks.honest $(ARGS)
+	@PYTHONPATH=tests $(PY) -m benchmarks.trust.honest $(ARGS)
 
 bench-counts: setup-dev
 	@$(PY) -m benchmarks.counts $(ARGS)
@@ -200,25 +200,25 @@ bench-codecs: setup-dev
 	@$(PY) -m benchmarks.codecs $(ARGS)
 
 bench-agreement: setup-dev
-	@$(PY) -m benchmarks.agreement $(ARGS)
+	@$(PY) -m benchmarks.loss.agreement $(ARGS)
 
 bench-quality: setup-dev
-	@$(PY) -m benchmarks.quality $(ARGS)
+	@$(PY) -m benchmarks.loss.quality $(ARGS)
 
 bench-lateness: setup-dev
-	@$(PY) -m benchmarks.lateness $(ARGS)
+	@$(PY) -m benchmarks.loss.lateness $(ARGS)
 
 bench-bottlenecks: setup-dev
-	@$(PY) -m benchmarks.bottlenecks $(ARGS)
+	@$(PY) -m benchmarks.loss.bottlenecks $(ARGS)
 
 bench-local-steps: setup-dev
-	@$(PY) -m benchmarks.local_steps $(ARGS)
+	@$(PY) -m benchmarks.loss.local_steps $(ARGS)
 
 bench-memory: setup-dev
-	@$(PY) -m benchmarks.stage_memory $(ARGS)
+	@$(PY) -m benchmarks.stage.memory $(ARGS)
 
 bench-gpu: setup-dev
-	@$(PY) -m benchmarks.gpu $(ARGS)
+	@$(PY) -m benchmarks.stage.gpu $(ARGS)
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist

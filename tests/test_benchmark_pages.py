@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from benchmarks.pages import GENERATED, RESULTS, ROOT, GeneratedTable
+from benchmarks.pages.__main__ import GENERATED, RESULTS, ROOT, GeneratedTable
 from swarm_coordinator.simulator.churn_models import churn_model
 
 PAGES = sorted({table.page for table in GENERATED})

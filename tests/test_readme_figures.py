@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import headline
+from benchmarks.pages import headline
 
 ROOT = Path(__file__).parents[1]
 

@@ -14,8 +14,8 @@ from typing import Any
 import click
 
 from benchmarks.copies.counting import build
-from benchmarks.markdown import markdown_table
 from benchmarks.outcome import result_head, write_result
+from benchmarks.pages.markdown import markdown_table
 from swarm_shared.base.errors import SwarmError
 
 ROOT = Path(__file__).parents[2]

@@ -2,8 +2,8 @@
 
 All contenders have the same model, data, machines and links; iperf3 and ping check the links first;
 repetitions are interleaved, so that a slowdown of the machine affects all contenders. All emulated
-machines share this machine's cores: each computes at its own pace (`benchmarks.pace`), slow enough
-for the cores (see `busy cores` in the table). Nothing else should run meanwhile.
+machines share this machine's cores: each computes at its own pace (`benchmarks.instruments.pace`),
+slow enough for the cores (see `busy cores` in the table). Nothing else should run meanwhile.
 docs/benchmarks.md describes the comparison.
 """
 
@@ -25,7 +25,7 @@ from benchmarks.outcome import (
     work_folder,
     write_result,
 )
-from benchmarks.wan.contenders import CONTENDERS
+from benchmarks.wan.contenders.running import CONTENDERS
 from benchmarks.wan.kept import added, kept_mixes
 from benchmarks.wan.measure import Plan, measure_mix
 from benchmarks.wan.mixes import MIXES, Training, read_mixes

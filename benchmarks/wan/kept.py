@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.wan.contenders import CONTENDERS
+from benchmarks.wan.contenders.running import CONTENDERS
 from benchmarks.wan.page import times
 from benchmarks.wan.report import compare
 from swarm_shared.base.errors import UsageError

@@ -11,17 +11,17 @@ from typing import Any
 
 import click
 
-from benchmarks.wan.check import LinkCheck, check_links
-from benchmarks.wan.check import render as render_checks
-from benchmarks.wan.contenders import CONTENDERS
-from benchmarks.wan.field import COORDINATOR, TRAINER, Field
+from benchmarks.wan.contenders.field import COORDINATOR, TRAINER, Field
+from benchmarks.wan.contenders.running import CONTENDERS
 from benchmarks.wan.fleet import assign, sizes_of
+from benchmarks.wan.links.check import LinkCheck, check_links
+from benchmarks.wan.links.check import render as render_checks
+from benchmarks.wan.links.network import Network, wide_area_network
+from benchmarks.wan.links.traffic import Recorder
 from benchmarks.wan.mixes import Link, Mix, Training
-from benchmarks.wan.network import Network, wide_area_network
 from benchmarks.wan.proportions import REFERENCE, proportions_of, reference_proportions
 from benchmarks.wan.report import mix_document, result_row
 from benchmarks.wan.templates import Templates, parameter_counts
-from benchmarks.wan.traffic import Recorder
 from swarm_shared.base.errors import SwarmError
 
 CHECKS = 3

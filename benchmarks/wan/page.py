@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.markdown import markdown_table
-from benchmarks.tables import ratio
+from benchmarks.pages.markdown import markdown_table
+from benchmarks.pages.tables import ratio
 
 _AIM_OF_BOUND = 0.85
 _OPPONENTS = {

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pictures import picture_command, pyplot
+from benchmarks.pages.pictures import picture_command, pyplot
 
 
 def draw(document: Mapping[str, Any], path: Path) -> None:

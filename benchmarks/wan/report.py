@@ -7,12 +7,12 @@ from statistics import median
 from typing import Any
 
 from benchmarks.run_data import loss_disagreement
-from benchmarks.wan.check import LinkCheck
-from benchmarks.wan.contenders import CONTENDERS, Outcome
+from benchmarks.wan.contenders.running import CONTENDERS, Outcome
 from benchmarks.wan.fleet import Member, Sizes, compute_bound, minimum_bytes, pipeline_bound
+from benchmarks.wan.links.check import LinkCheck
+from benchmarks.wan.links.network import Sample
+from benchmarks.wan.links.traffic import busy_cores, bytes_between
 from benchmarks.wan.mixes import Mix
-from benchmarks.wan.network import Sample
-from benchmarks.wan.traffic import busy_cores, bytes_between
 
 
 def result_row(

@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from benchmarks.inside import prefix_of
+from benchmarks.instruments.inside import prefix_of
 from benchmarks.outcome import result_head, work_folder, write_result
 from benchmarks.run_data import PLAIN_BORDERS, preset_sizes
 from benchmarks.wire_bytes.accounting import boundaries, kinds

@@ -1,7 +1,7 @@
 """Counts a process's sent bytes per connection, at the socket and the muxer, and per frame.
 
-`benchmarks.inside` runs the program and writes the counts. Four methods of the network layer are
-wrapped.
+`benchmarks.instruments.inside` runs the program and writes the counts. Four methods of the network
+layer are wrapped.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from benchmarks.inside import run_inside, wrapped
+from benchmarks.instruments.inside import run_inside, wrapped
 from swarm_shared.network import FramedStream
 from swarm_shared.network.libp2p.noise_channel import NoiseChannel, _transport
 from swarm_shared.network.libp2p.tcp import BufferedTcpStream

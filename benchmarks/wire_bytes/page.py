@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.markdown import markdown_table
+from benchmarks.pages.markdown import markdown_table
 
 COLUMNS = ("least", "tensors", "targets", "headers", "below")
 

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from benchmarks.codecs import pays_below
-from benchmarks.quality import RESULTS, package_table
+from benchmarks.codecs.__main__ import pays_below
+from benchmarks.loss.quality import RESULTS, package_table
 from swarm_shared.codecs.choice import CodecPair, Cost, choose, seconds
 from swarm_shared.codecs.quality import measured_noise, quality_table
 from swarm_shared.run.codec_sizes import ActivationCodec, GradientCodec

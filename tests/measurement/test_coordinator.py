@@ -9,9 +9,9 @@ import pytest
 import trio
 
 import swarm_coordinator.server.coordinator as server
-from benchmarks.coordinator import Fleet, make_run, serving
-from benchmarks.coordinator_volunteers import World
-from benchmarks.dedicated_clock import DedicatedCoreClock
+from benchmarks.coordinator.__main__ import Fleet, make_run, serving
+from benchmarks.coordinator.dedicated_clock import DedicatedCoreClock
+from benchmarks.coordinator.volunteers import World
 from swarm_coordinator.run_dir.sampled_tokens import RunTokens
 from swarm_shared.identity.signed_manifest import run_id_of
 

@@ -10,13 +10,13 @@ import torch
 from click.testing import CliRunner
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.gpu import figures, main
-from benchmarks.gpu_flops import (
+from benchmarks.stage.flops import (
     layer_forward_flops_per_token,
     layer_training_flops_per_token,
     peak_tflops,
 )
-from benchmarks.gpu_stage import (
+from benchmarks.stage.gpu import figures, main
+from benchmarks.stage.middle_stage import (
     Timed,
     largest_inner_stage,
     stage_manifest,

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import trio
 
-from benchmarks.handicap import EQUAL_SHARES_VARIABLE, EqualShares, handicapped
-from benchmarks.pace import PACE_VARIABLE
+from benchmarks.instruments.handicap import EQUAL_SHARES_VARIABLE, EqualShares, handicapped
+from benchmarks.instruments.pace import PACE_VARIABLE
 from shared.manifests import manifest_of
 from swarm_client.pipeline import stage_links
 from swarm_client.stage.handle.worker_handle import open_worker

@@ -15,9 +15,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.local_steps import __main__ as program
-from benchmarks.local_steps.page import local_steps_markdown
-from benchmarks.local_steps.search import (
+from benchmarks.loss.local_steps import __main__ as program
+from benchmarks.loss.local_steps.page import local_steps_markdown
+from benchmarks.loss.local_steps.search import (
     DILOCO,
     FIRST_RATE,
     LARGER_BATCH,
@@ -31,7 +31,7 @@ from benchmarks.local_steps.search import (
     training_of,
     tuned_rate,
 )
-from benchmarks.local_steps.training import (
+from benchmarks.loss.local_steps.training import (
     Diverged,
     LocalSteps,
     OuterOptimizer,

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from benchmarks.pace import PACE_VARIABLE, Pace, pace_from_environment
+from benchmarks.instruments.pace import PACE_VARIABLE, Pace, pace_from_environment
 from swarm_shared.base.errors import ConfigurationError
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.processor_seconds import (
+from benchmarks.throughput.processor_seconds import (
     CATEGORIES,
     CHECKS,
     DIGESTS,
@@ -63,7 +63,7 @@ def test_idle_processors_and_other_programs_are_not_divided(role: Role) -> None:
 
 def test_a_process_has_its_role_by_its_command_line() -> None:
     assert role_of("python -m swarm_client.stage.worker --fd 9") is Role.STAGE
-    assert role_of("python -m benchmarks.torch_pipeline /tmp/run --rank 1") is Role.STAGE
+    assert role_of("python -m benchmarks.throughput.torch_pipeline /tmp/run --rank 1") is Role.STAGE
     assert role_of("python -m swarm_client.averaging.worker --fd 7") is Role.DAEMON
     assert role_of("/site-packages/hivemind/hivemind_cli/p2pd -quic=1") is Role.DAEMON
     assert role_of("python -m swarm_client join swarm1 --stage 1") is Role.DAEMON

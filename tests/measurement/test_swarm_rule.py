@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.swarm_rule import choose_swarm_moves
+from benchmarks.simulator.swarm_rule import choose_swarm_moves
 from kits.memory import offers, takes
 from swarm_shared.base.types import PeerId, StageIndex
 from swarm_shared.scheduling.placement import MovePolicy, PeerLoad, StageLoad

@@ -15,10 +15,10 @@ from typing import Any
 
 import click
 
-from benchmarks.inside import prefix_of
+from benchmarks.instruments.inside import prefix_of
 from benchmarks.outcome import result_head, work_folder, write_result
-from benchmarks.wan.contenders import swarm
-from benchmarks.wan.field import Field
+from benchmarks.wan.contenders.field import Field
+from benchmarks.wan.contenders.running import swarm
 from benchmarks.wan.fleet import Member
 from benchmarks.wan.measure import Plan, open_field
 from benchmarks.wan.mixes import MIXES, read_mixes

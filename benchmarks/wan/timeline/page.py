@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
-from benchmarks.markdown import markdown_table
+from benchmarks.pages.markdown import markdown_table
 from benchmarks.wan.timeline.account import KINDS
 
 _COLUMNS = ("run", "stage", *KINDS, "to the next stage (link alone)", "back (link alone)")

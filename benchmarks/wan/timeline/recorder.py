@@ -1,7 +1,8 @@
 """Records when a volunteer computes, sends and closes.
 
-`benchmarks.inside` runs the program and writes the records. Seven methods are wrapped. Times are
-those of the computer's monotonic clock, which all its processes share across network namespaces.
+`benchmarks.instruments.inside` runs the program and writes the records. Seven methods are wrapped.
+Times are those of the computer's monotonic clock, which all its processes share across network
+namespaces.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from benchmarks.handicap import handicapped
-from benchmarks.inside import run_inside, wrapped
+from benchmarks.instruments.handicap import handicapped
+from benchmarks.instruments.inside import run_inside, wrapped
 from swarm_client.pipeline.downstream import Downstream, MicrobatchRequest
 from swarm_client.stage.handle.slots import Output
 from swarm_client.stage.handle.worker_handle import StageWorker

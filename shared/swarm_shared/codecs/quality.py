@@ -1,4 +1,4 @@
-"""The measured cost in loss of each pair of codecs, as `benchmarks/quality.py` wrote it.
+"""The measured cost in loss of each pair of codecs, as `benchmarks/loss/quality.py` wrote it.
 
 quality.json beside this file is never edited by hand: `make bench-quality` measures and writes it,
 together with its result file, whose date it repeats.

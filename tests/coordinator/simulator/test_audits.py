@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from benchmarks.trust_detection import HONEST_AUDITS, observed, predicted, swarm_of
+from benchmarks.trust.detection import HONEST_AUDITS, observed, predicted, swarm_of
 from swarm_coordinator.core.trust.audits import AuditSettings
 from swarm_coordinator.simulator.audits import lies_in, variant_of, with_liars
 from swarm_coordinator.simulator.fleet import HOME, make_fleet

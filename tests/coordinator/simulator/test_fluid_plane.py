@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.routing.__main__ import simulated
+from benchmarks.simulator.routing.__main__ import simulated
 from swarm_coordinator.simulator.fluid_plane import FluidPlane
 
 LARGEST_ERROR = 0.12

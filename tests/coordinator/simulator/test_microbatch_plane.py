@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from benchmarks.routing.rules import RULES
+from benchmarks.simulator.routing.rules import RULES
 from swarm_coordinator.simulator.churn_models import churn_model
 from swarm_coordinator.simulator.fleet import FleetFile, HardwareClass, make_fleet
 from swarm_coordinator.simulator.microbatch_plane import MicrobatchPlane

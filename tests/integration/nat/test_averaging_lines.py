@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.wan.links.network import why_no_network, wide_area_network
 from benchmarks.wan.mixes import Link
-from benchmarks.wan.network import why_no_network, wide_area_network
 from swarm_coordinator.storage.history import History
 
 pytestmark = [pytest.mark.lab, pytest.mark.nightly, pytest.mark.timeout(300)]

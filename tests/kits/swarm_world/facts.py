@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-from benchmarks.swarm_rule import choose_swarm_moves
+from benchmarks.simulator.swarm_rule import choose_swarm_moves
 from kits.memory import takes
 from kits.swarm_world.sums import SumLie
 from swarm_coordinator.core.state.moves import RebalancingRule, RebalancingSettings

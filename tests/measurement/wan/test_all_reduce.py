@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.wan.averaging import (
+from benchmarks.wan.all_reduce.averaging import (
     bound_seconds,
     step_seconds,
 )

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from benchmarks.wan.delay_line import JITTER_SECONDS, Access, DelayLine
+from benchmarks.wan.links.delay_line import JITTER_SECONDS, Access, DelayLine
 
 A, B, C = b"aaaa", b"bbbb", b"cccc"
 

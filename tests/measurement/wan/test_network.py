@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.wan.check import check_links
+from benchmarks.wan.links.check import check_links
+from benchmarks.wan.links.network import Network, why_no_network, wide_area_network
 from benchmarks.wan.mixes import Link
-from benchmarks.wan.network import Network, why_no_network, wide_area_network
 from kits.network_lab import Host, own_namespaces
 
 pytestmark = [pytest.mark.lab, pytest.mark.nightly]
@@ -114,7 +114,7 @@ def test_after_an_interrupt_nothing_is_left(tmp_path: Path) -> None:
         "import signal, sys, time\n"
         "from pathlib import Path\n"
         "from benchmarks.wan.mixes import Link\n"
-        "from benchmarks.wan.network import wide_area_network\n"
+        "from benchmarks.wan.links.network import wide_area_network\n"
         "from kits.network_lab import own_namespaces\n"
         # A shell starts what it puts behind itself deaf to Ctrl-C, and so everything below it.
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"

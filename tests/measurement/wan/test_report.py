@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from benchmarks.run_data import TimedStep, loss_disagreement
-from benchmarks.wan.check import LinkCheck, one_of_each
-from benchmarks.wan.contenders import Outcome
+from benchmarks.wan.contenders.running import Outcome
+from benchmarks.wan.links.check import LinkCheck, one_of_each
+from benchmarks.wan.links.network import Sample
+from benchmarks.wan.links.traffic import bytes_between
 from benchmarks.wan.mixes import Link
-from benchmarks.wan.network import Sample
 from benchmarks.wan.page import wan_markdown
 from benchmarks.wan.report import result_row
-from benchmarks.wan.traffic import bytes_between
 
 CABLE = Link(up_mbit=20, down_mbit=200, rtt_ms=40, jitter_ms=2)
 

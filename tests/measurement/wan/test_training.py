@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.wan.network import why_no_network
+from benchmarks.wan.links.network import why_no_network
 
 pytestmark = [pytest.mark.lab, pytest.mark.nightly]
 

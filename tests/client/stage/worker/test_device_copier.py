@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.gpu_stage import stage_manifest
+from benchmarks.stage.middle_stage import stage_manifest
 from swarm_client.stage.worker.accelerator import accelerators, processor
 from swarm_client.stage.worker.compiling import COMPILE_VARIABLE, backend_from_environment
 from swarm_client.stage.worker.stage_runner import BackwardResult, ForwardResult, StageRunner

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.live_bytes import LiveBytes
+from benchmarks.stage.live_bytes import LiveBytes
 from kits.client.shared_machine import SharedMachine
 from kits.peer_names import named
 from swarm_client.stage.protocol.errors import RequestFailed

@@ -1,0 +1,1 @@
+"""Time, size and error of codecs, between stages and in averaging: `make bench-codecs`."""

@@ -1,0 +1,1 @@
+"""The real coordinator under thousands of simulated volunteers: `make bench-coordinator`."""

@@ -1,0 +1,1 @@
+"""Real programs of the project with some methods wrapped: counted, recorded, or slower."""

@@ -1,0 +1,1 @@
+"""What codecs, lateness, bottlenecks and local steps cost in loss, measured in trainings."""

@@ -1,0 +1,1 @@
+"""Links and joining behind NAT, on real network stacks: `make bench-net`."""

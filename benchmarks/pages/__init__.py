@@ -1,0 +1,1 @@
+"""What writes the tables and pictures of README.md and docs/ from the result files."""

@@ -1,0 +1,1 @@
+"""The simulator: its own cost, its predictions, and rules compared in simulated swarms."""

@@ -1,0 +1,1 @@
+"""One stage alone on a device, real or emulated: its speed, its FLOPs and its memory."""

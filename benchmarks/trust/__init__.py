@@ -1,0 +1,1 @@
+"""What verified work costs, how soon it finds liars, and whether it accuses honest machines."""

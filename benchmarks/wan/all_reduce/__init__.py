@@ -1,0 +1,1 @@
+"""All-reduce of a stage's gradients over emulated links: `make bench-all-reduce`."""

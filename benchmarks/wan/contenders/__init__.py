@@ -1,0 +1,1 @@
+"""The contenders of bench-wan: what starts them, and their programs."""

@@ -1,0 +1,1 @@
+"""The emulated links of the network: built, delayed, verified and counted."""
