@@ -102,17 +102,29 @@ def _through(
     slot = in_slot(first, ids)
     result = first.forward(request, step, microbatch, True, slot[: len(ids)])
     assert not isinstance(result, BackwardResult), "the first stage waits for its gradient"
-    sent = slot[: first.codec.write_output(result.output, slot)].tobytes() + targets
+    output = slot[: first.codec.write_output(result.output, slot)]
+    first.output_sent(request, output)
+    sent = output.tobytes() + targets
     slot = in_slot(last, sent)
     back = last.forward(request, step, microbatch, True, slot[: len(sent)])
     assert isinstance(back, BackwardResult)
     assert back.input_gradient is not None
     gradient = slot[: last.codec.write_input_gradient(back.input_gradient, slot)].tobytes()
-    first.backward(request, in_slot(first, gradient)[: len(gradient)])
+    _count(last, request, back, memoryview(gradient))
+    _count(first, request, first.backward(request, in_slot(first, gradient)[: len(gradient)]), None)
     return (
         KeptMicrobatch(bytearray(ids), bytearray(gradient)),
         KeptMicrobatch(bytearray(sent), bytearray()),
     )
+
+
+def _count(
+    runner: StageRunner, request: int, result: BackwardResult, wire: memoryview | None
+) -> None:
+    """Count the microbatch, also where the gradients of the weights are left for later."""
+    runner.transcribe(request, result, wire)
+    if result.owed is not None:
+        runner.weights(request)
 
 
 def _apply(runners: Sequence[StageRunner], steps: Sequence[StepRunner], step: Step) -> None:
