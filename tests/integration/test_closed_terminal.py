@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import signal
 import subprocess
 import termios
 import time
@@ -50,6 +51,7 @@ def terminal(command: Sequence[str], environment: Mapping[str, str]) -> Iterator
     outer, inner = os.openpty()
 
     def make_controlling() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under `nohup`
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
     process = subprocess.Popen(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import trio
@@ -25,14 +25,18 @@ FOUND_SECONDS = 10.0
 """After its return, as the project promises."""
 
 
+def a_hello() -> Hello:
+    return Hello(run=RunId("a" * 64), software="1", addresses=(), device="cpu", memory=offers(1))
+
+
 class Nobody:
     """A volunteer that only wants to be attached."""
 
     async def wait_may_attach(self) -> bool:
         return True
 
-    def hello(self) -> Any:
-        return None
+    def hello(self) -> Hello:
+        return a_hello()
 
 
 @pytest.mark.parametrize("away_seconds", [0.1, 3.0, 60.0, 3600.0])
@@ -103,9 +107,7 @@ class Refusable:
         return True
 
     def hello(self) -> Hello:
-        return Hello(
-            run=RunId("a" * 64), software="1", addresses=(), device="cpu", memory=offers(1)
-        )
+        return a_hello()
 
 
 def refused(

@@ -57,8 +57,10 @@ def kill_at_every_commit(
     run_to_the_end(killed)
     died = killed.tally.kills
     assert died["start"] + died["decision"] >= 10 * rounds, died
-    # The commit under way may also be that of a note before or after the decision.
-    assert died["durable" if boundary in ("committed", "answered") else "not durable"] > 0, died
+    # The commit under way may also be that of a note before or after the decision. At "answered" a
+    # decision may be acknowledged before the process dies: then the next one is under way.
+    if boundary != "answered":
+        assert died["durable" if boundary == "committed" else "not durable"] > 0, died
 
 
 @pytest.mark.parametrize("boundary", BOUNDARIES)
