@@ -51,8 +51,8 @@ class Program:
             "forwarded_bytes": node.relay.forwarded_bytes if node.relay is not None else 0,
         }
 
-    async def do_serve_relay(self) -> dict[str, Any]:
-        self._node.serve_relay(RelayLimits(), lambda peer: True)
+    async def do_serve_relay(self, **limits: int) -> dict[str, Any]:
+        self._node.serve_relay(RelayLimits(**limits), lambda peer: True)
         return {}
 
     async def do_reserve(
