@@ -200,6 +200,7 @@ class LeaseResult(FrozenModel):
     lease: Count
     ok: bool
     reason: Text = ""
+    """Why it failed; empty of one that was not started, as the trainer leaves or pauses."""
     receipts: MicrobatchReceipts = ()
     owing: MicrobatchPeers = ()
     """As in the `Backward` of stage 0."""

@@ -31,8 +31,9 @@ class StartedMicrobatch:
     sent: SendRecord
 
 
-def handed_back(lease: Lease, leased: LeasedMicrobatch, reason: str) -> LeaseResult:
-    """The message that returns a microbatch to the coordinator."""
+def handed_back(lease: Lease, leased: LeasedMicrobatch, reason: str = "") -> LeaseResult:
+    """The message that returns a microbatch to the coordinator; without a reason one that was not
+    started."""
     return LeaseResult(
         step=lease.step, microbatch=leased.microbatch, lease=lease.lease,
         ok=False, reason=reason[:MAX_SENTENCE_CHARACTERS],
@@ -46,7 +47,7 @@ class LeaseQueue:
         self._waiting: list[tuple[Lease, LeasedMicrobatch]] = []
         self._flight = InFlightWindow()
         self._min_window, self._max_window = 1, 1
-        self._refusing: str | None = None
+        self._refusing = False
         """Why no lease is accepted; None while leases are accepted."""
         self._leaving = False
 
@@ -56,7 +57,7 @@ class LeaseQueue:
         self._max_window = max(self._min_window, lease.max_window)
         self._waiting.extend((lease, leased) for leased in lease.microbatches)
         self._waiting.sort(key=lambda entry: entry[0].step)
-        return [] if self._refusing is None else self._hand_back(self._refusing)
+        return self._hand_back() if self._refusing else []
 
     def start(self, oldest_step: Step | None, now: float) -> list[StartedMicrobatch]:
         """The microbatches to start now. Steps before `oldest_step` are over; None if this peer
@@ -77,21 +78,21 @@ class LeaseQueue:
     def leave(self) -> list[LeaseResult]:
         """Accept no lease any more; return what goes back."""
         self._leaving = True
-        return self._refuse("this volunteer is leaving")
+        return self._refuse()
 
     def pause(self) -> list[LeaseResult]:
         """Accept no lease until `resume`; return what goes back."""
-        return [] if self._leaving else self._refuse("this volunteer is paused")
+        return [] if self._leaving else self._refuse()
 
     def resume(self) -> None:
         """Accept leases again, unless the volunteer is leaving."""
         if not self._leaving:
-            self._refusing = None
+            self._refusing = False
 
-    def _refuse(self, reason: str) -> list[LeaseResult]:
-        self._refusing = reason
-        return self._hand_back(reason)
+    def _refuse(self) -> list[LeaseResult]:
+        self._refusing = True
+        return self._hand_back()
 
-    def _hand_back(self, reason: str) -> list[LeaseResult]:
+    def _hand_back(self) -> list[LeaseResult]:
         waiting, self._waiting = self._waiting, []
-        return [handed_back(lease, leased, reason) for lease, leased in waiting]
+        return [handed_back(lease, leased) for lease, leased in waiting]

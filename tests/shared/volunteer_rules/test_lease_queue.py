@@ -126,10 +126,10 @@ def test_a_volunteer_that_leaves_accepts_no_lease_when_a_pause_ends() -> None:
     queue.pause()
     queue.leave()
     queue.resume()
-    assert [r.reason for r in queue.take(lease_of(1))] == ["this volunteer is leaving"]
+    assert [(r.ok, r.reason) for r in queue.take(lease_of(1))] == [(False, "")]
     assert queue.pause() == []
     queue.resume()
-    assert [r.reason for r in queue.take(lease_of(2))] == ["this volunteer is leaving"]
+    assert [(r.ok, r.reason) for r in queue.take(lease_of(2))] == [(False, "")]
     assert started(queue) == []
 
 

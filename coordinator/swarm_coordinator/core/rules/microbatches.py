@@ -371,7 +371,7 @@ def lease_resolved(run: RunState, event: LeaseResolved, now: float) -> None:
     if owing:
         step.owing[event.microbatch] = owing
     _set_lease(run, step, event.microbatch, replace(lease, resolved_at=now))
-    if not event.ok and missing_stages(run, step, event.microbatch):
+    if not event.ok and event.reason and missing_stages(run, step, event.microbatch):
         run.note(
             f"microbatch {event.microbatch} of step {event.step} failed at trainer "
             f"{short(event.peer)} and is leased again: {event.reason}",

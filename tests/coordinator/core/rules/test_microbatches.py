@@ -186,6 +186,17 @@ def test_a_failed_microbatch_is_leased_again_after_a_pause_for_the_stages_that_l
     assert again > lease
 
 
+def test_a_microbatch_that_a_leaving_trainer_gives_back_is_no_failure_to_report() -> None:
+    bench = collecting(starting=2)
+    trainer, lease, microbatch, _ = leased(bench)[0]
+    commands = bench.resolve(trainer, microbatch, lease, ok=False, reason="")
+    assert bench.commands(Note, commands) == []
+    again = [
+        m for commands in (bench.tick(0.9), bench.tick(0.2)) for *_, m, _ in leased(bench, commands)
+    ]
+    assert again == [microbatch]
+
+
 @pytest.mark.parametrize("ok", [False, True], ids=["fails", "claims to have delivered"])
 def test_a_microbatch_goes_to_every_trainer_before_one_that_did_not_bring_it_gets_it_again(
     ok: bool,
