@@ -184,7 +184,6 @@ def run_demo(options: DemoOptions) -> None:
             f"All processes have ended; run and logs are in {options.run_dir}. "
             f"`swarm-coordinator start {run_dir}` continues it."
         ):
-            click.echo(f"making a run in {options.run_dir}")
             manifest = _make_run(options)
             finished, kill = _train(options)
         with _interrupted(
@@ -268,6 +267,7 @@ def _make_run(options: DemoOptions) -> Manifest:
     from swarm_coordinator.run_creation.initialise import initialise_run
 
     usable_device(options.device)
+    click.echo(f"making a run in {options.run_dir}")
     return initialise_run(
         options.run_dir,
         options.preset,
