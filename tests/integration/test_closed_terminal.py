@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import select
 import signal
 import subprocess
 import termios
@@ -34,11 +35,10 @@ class Terminal:
         """Return what the first group of the pattern is on the screen."""
         until = time.monotonic() + seconds
         while (found := re.search(pattern, self.shown)) is None:
-            assert time.monotonic() < until, f"no {pattern!r} in:\n{self.shown}"
-            try:
-                self.shown += os.read(self.descriptor, 65536).decode(errors="replace")
-            except BlockingIOError:
-                time.sleep(0.05)
+            left = max(0.0, until - time.monotonic())
+            ready, _, _ = select.select([self.descriptor], [], [], left)
+            assert ready, f"no {pattern!r} in:\n{self.shown}"
+            self.shown += os.read(self.descriptor, 65536).decode(errors="replace")
         return found[found.re.groups]
 
     def close(self) -> None:
@@ -59,7 +59,6 @@ def terminal(command: Sequence[str], environment: Mapping[str, str]) -> Iterator
         preexec_fn=make_controlling, env=environment,
     )  # fmt: skip
     os.close(inner)
-    os.set_blocking(outer, False)
     opened = Terminal(process, outer)
     try:
         yield opened

@@ -74,6 +74,11 @@ class _DeviceRecord:
     """The suspension that the governor ordered."""
     reported_reasons: tuple[object, ...] = ()
 
+    @classmethod
+    def of(cls, volunteer: Volunteer) -> _DeviceRecord:
+        device = volunteer.context.options.device
+        return cls(volunteer, device, device.memory)
+
 
 class Governor:
     """Run `run` beside the volunteers."""
@@ -92,11 +97,7 @@ class Governor:
         self.source = source
         self._home = home
         self._device_group = device_group
-        self._records = tuple(
-            _DeviceRecord(one, device, device.memory)
-            for one in device_group.volunteers
-            for device in (one.context.options.device,)
-        )
+        self._records = tuple(_DeviceRecord.of(one) for one in device_group.volunteers)
         self._bandwidth = bandwidth
         self._run = run
         self._report = report
@@ -138,6 +139,7 @@ class Governor:
                 await self.tick()
                 await trio.sleep(TICK_SECONDS)
         finally:
+            self._binding.release()
             self._count()
             self._transfer_counts.save()
 

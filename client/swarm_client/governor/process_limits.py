@@ -53,6 +53,13 @@ class ProcessBinding:
                 self._set_nice(pid, nice)
         self._bound = allowed is not None and allowed != self._available
 
+    def release(self) -> None:
+        """Give this process its cores back, from which a later binding and the number of threads
+        of a later participation are chosen."""
+        if self._bound and self._available is not None:
+            bind(os.getpid(), self._available)
+            self._bound, self._last = False, None
+
     def _set_nice(self, pid: int, nice: int) -> None:
         for thread in threads(pid):
             with contextlib.suppress(OSError):

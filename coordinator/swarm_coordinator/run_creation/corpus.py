@@ -97,13 +97,16 @@ def read_corpus(source: str, column: str = DEFAULT_COLUMN) -> Corpus:
     if records and len(records) < len(files):
         others = len(files) - len(records)
         description += f" (without {others} file(s) that are not .jsonl, .parquet or .arrow)"
-    chosen = records or [file for file in files if not _is_binary(file)]
+    texts: list[Path] = []
+    binary: list[Path] = []
+    for file in () if records else files:
+        (binary if _is_binary(file) else texts).append(file)
+    chosen = records or texts
     if not chosen:
-        raise DataError(f"the folder {path} holds no file of text, but {files[0].name}")
-    if not records and len(chosen) < len(files):
-        first = next(file for file in files if file not in chosen).relative_to(path)
-        others = len(files) - len(chosen)
-        description += f" (without {others} file(s) that are not text, such as {first})"
+        raise DataError(f"the folder {path} holds no file of text, but {binary[0].name}")
+    if binary:
+        first = binary[0].relative_to(path)
+        description += f" (without {len(binary)} file(s) that are not text, such as {first})"
     return TextCorpus(description, lambda: _folder_documents(path, chosen, column))
 
 

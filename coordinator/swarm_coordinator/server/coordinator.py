@@ -406,9 +406,9 @@ class Coordinator:
         """Stop in order at the first signal, at once at a second Ctrl-C."""
         asked = False
         async for number in signals:
-            if asked and asks_again(number):
-                raise KeyboardInterrupt
             if asked:
+                if asks_again(number):
+                    raise KeyboardInterrupt
                 continue
             asked = True
             if self._state.phase is not RunPhase.FINISHED:

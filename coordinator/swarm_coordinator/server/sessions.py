@@ -46,14 +46,15 @@ WRITERS_PER_TURN = 20
 RECORDS_PER_TURN = 500
 """Roster records encoded before other tasks run: one to three milliseconds of work."""
 
+SEND_SECONDS = 30.0
+"""Seconds without progress of a send after which a client is disconnected; it can attach again."""
+
 DISPLACED = (
     "another program has joined with the same identity since, and works in place of this one; if "
     "this machine's home folder is a copy of another machine's, remove identity.key from the copy, "
     "and join again"
 )
-
-SEND_SECONDS = 30.0
-"""Seconds without progress of a send after which a client is disconnected; it can attach again."""
+"""What the older of two programs with one key is refused with."""
 
 
 @dataclass(slots=True)

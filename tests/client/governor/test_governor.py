@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -261,6 +262,19 @@ async def test_what_is_the_machines_is_shared_by_its_devices(tmp_path: Path) -> 
     permitted = int(total * 12 / 100) // 2 - PROGRAM_BYTES
     assert one.memory_bytes == other.memory_bytes == min(10**9, max(0, permitted))
     assert rig.bandwidth.up.bytes_per_second == 100_000
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system binds no processes")
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core leaves no choice")
+async def test_the_process_has_its_cores_back_when_the_governor_ends(tmp_path: Path) -> None:
+    free = os.sched_getaffinity(0)
+    rig = Rig(tmp_path, "max_cores = 1")
+    await rig.look()
+    assert len(os.sched_getaffinity(0)) == 1
+    with trio.CancelScope() as scope:
+        scope.cancel()
+        await rig.governor.run()
+    assert os.sched_getaffinity(0) == free
 
 
 async def test_what_the_preferences_leave_a_stage_is_said_once_and_when_it_changes(

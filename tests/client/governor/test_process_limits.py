@@ -69,6 +69,8 @@ for line in sys.stdin:
     if words[0] == "apply":
         process_tree.refresh()
         binding.apply(int(words[1]) or None, int(words[2]))
+    if words[0] == "release":
+        binding.release()
     print(*[child.pid for child in children], flush=True)
 stop.set()
 for child in children:
@@ -128,6 +130,16 @@ def test_every_thread_of_every_process_is_bound_and_those_started_later_too(
     program.say("apply 0 0")
     for pid in (child, later, program.process.pid):
         assert cores_of(pid) == {free}
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system binds no processes")
+@pytest.mark.skipif((psutil.cpu_count() or 1) < 2, reason="one core leaves no choice")
+def test_the_daemon_has_its_cores_back_when_a_participation_has_ended(program: Program) -> None:
+    free = frozenset(os.sched_getaffinity(0))
+    program.say("apply 1 0")
+    assert cores_of(program.process.pid) != {free}
+    program.say("release")
+    assert cores_of(program.process.pid) == {free}
 
 
 def test_children_give_way_and_the_daemon_itself_does_not(program: Program) -> None:

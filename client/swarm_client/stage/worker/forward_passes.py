@@ -90,6 +90,7 @@ class ForwardPasses:
     def without_graph(
         self, parameter_set: ParameterSet, inputs: MicrobatchInput, entry: Tensor | None
     ) -> Tensor:
+        """Run forward without a graph; return the output_BTD, on the last stage the loss."""
         entry, targets_BT = self._on_device(inputs, entry)
         with torch.no_grad():
             output: Tensor = parameter_set.stage(entry, targets_BT)
