@@ -103,7 +103,9 @@ def read_corpus(source: str, column: str = DEFAULT_COLUMN) -> Corpus:
         (binary if _is_binary(file) else texts).append(file)
     chosen = records or texts
     if not chosen:
-        raise DataError(f"the folder {path} holds no file of text, but {binary[0].name}")
+        raise DataError(
+            f"the folder {path} holds no text, but {binary[0].name}; put text files there"
+        )
     if binary:
         first = binary[0].relative_to(path)
         description += f" (without {len(binary)} file(s) that are not text, such as {first})"

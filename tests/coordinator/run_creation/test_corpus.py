@@ -162,7 +162,7 @@ def test_a_picture_alone_is_refused_by_name(tmp_path: Path):
     picture.write_bytes(PICTURE)
     with pytest.raises(DataError, match=r"b\.png is not text: byte 8 is NUL"):
         read(picture)
-    with pytest.raises(DataError, match=r"holds no file of text, but b\.png"):
+    with pytest.raises(DataError, match=r"holds no text, but b\.png; put"):
         read_corpus(str(tmp_path))
 
 
