@@ -1,4 +1,5 @@
-"""The governor of a volunteer in a real run: a game starts, and the volunteer pauses."""
+"""The governor of a volunteer in a real run: a game starts, or less memory is allowed, and the
+volunteer yields."""
 
 from __future__ import annotations
 
@@ -11,7 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from swarm_client.governor.device_offer import PROGRAM_BYTES
+from swarm_client.preferences.file import set_preference
 from swarm_coordinator.demo.subprocesses import Subprocess, wait_until
+from swarm_shared.host.memory import host_memory
 
 pytestmark = [pytest.mark.process, pytest.mark.nightly, pytest.mark.timeout(420)]
 
@@ -76,4 +80,41 @@ def test_a_game_pauses_a_volunteer_and_the_run_equals_the_reference(
     assert "all-reduce goes over libp2p: the preferences limit the network" in lines(governed)
     transfer = json.loads((home / "transfer.json").read_text())
     assert sum(transfer["days"].values()) > STEPS * 10**6
+    run.assert_equals_reference()
+
+
+def test_a_stage_is_handed_over_when_the_preferences_leave_too_little_and_taken_when_they_leave_more(
+    make_run,
+) -> None:
+    run = make_run(1, steps=STEPS)
+    swarm = run.swarm
+    invite = swarm.start_coordinator()
+    swarm.start_volunteer(invite)
+    home = swarm.home("volunteer-2")
+    home.mkdir(parents=True)
+    governed = swarm.start_volunteer(invite)
+
+    def wait_for(text: str, times: int = 1) -> None:
+        wait_until(lambda: lines(governed).count(text) >= times, swarm.children, 120, text)
+
+    def leave_for_a_stage(nbytes: int) -> None:
+        percent = 100 * (PROGRAM_BYTES + nbytes) / host_memory().total_bytes
+        set_preference(home / "preferences.toml", "memory_percent_idle", f"{percent:.3f}")
+
+    run.wait_for_version(2)
+    wait_for("holding stage 0")
+    leave_for_a_stage(2**20)
+    wait_for("stage 0 is handed over: it needs")
+    wait_for("no stage of this run fits the memory that is left; waiting")
+    alone_at = run.version()
+    run.wait_for_version(alone_at + 4)
+    leave_for_a_stage(2**30)
+    wait_for("holding stage 0", 2)
+    back_at = run.version()
+    run.wait_for_version(STEPS)
+
+    assert swarm.wait_for_exit() == []
+    counted = counted_at(governed)
+    assert counted.keys().isdisjoint(range(alone_at + 2, alone_at + 4))
+    assert sum(n for step, n in counted.items() if step > back_at + 1) > 0
     run.assert_equals_reference()

@@ -22,7 +22,7 @@ SENTENCES: dict[SuspendReason, str] = {
     SuspendReason.TOO_HOT: "paused until the device has cooled down",
     SuspendReason.QUOTA_USED: "paused: the transfer quota that you allow is used up",
     SuspendReason.DISK_FULL: "paused: the disk is too full; free some space",
-    SuspendReason.MEMORY_SHORT: "paused: other programs need the memory",
+    SuspendReason.MEMORY_SHORT: "paused: there is too little memory for a stage",
     SuspendReason.MACHINE_SLEEPS: "paused while this machine sleeps",
     SuspendReason.FINISHING: "finishing: completing what is in flight, then handing the stage over",
     SuspendReason.NO_RUN: "working on no run; `swarm-client join INVITE` joins one",

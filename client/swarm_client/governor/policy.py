@@ -380,7 +380,7 @@ class _Evaluation:
             yield Cause(
                 SuspendReason.MEMORY_SHORT,
                 "this program uses more memory than the preferences allow at the moment; raise "
-                "memory_percent_busy or memory_percent_idle, or restart for a smaller stage",
+                "memory_percent_busy or memory_percent_idle",
             )
 
     def _cpu_sentence(self) -> str:

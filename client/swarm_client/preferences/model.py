@@ -148,13 +148,13 @@ class Preferences(Section):
     memory_percent_busy: float = _preference(
         MEMORY, 50.0, "Maximum percentage of this machine's memory to use while its display is in "
         "use.",
-        ge=1, le=100,
+        ge=0.1, le=100,
     )  # fmt: skip
     memory_percent_idle: float = _preference(
         MEMORY,
         90.0,
         "The same while it is not in use, and on a machine without a display.",
-        ge=1,
+        ge=0.1,
         le=100,
     )
     disk_gib: Gib = _preference(

@@ -73,7 +73,9 @@ _NOTES = """\
 - **`vram_gib`** limits what is offered to the run and what torch's allocator takes.
 - **`memory_percent_busy` and `memory_percent_idle`** cover the whole program, which takes up to
   0.9 GiB for each device beside its stage. A stage is offered what remains, on a machine with a
-  display what remains while it is in use.
+  display what remains while it is in use. A stage that is held when they are lowered keeps less of
+  each microbatch; where that is not enough, it is handed over, and a smaller one asked for. Where
+  none fits, it pauses until more is left.
 - **When other programs take the memory** of the stage, less is kept of each microbatch and more is
   computed twice; 1 GiB of the host's memory is left free (an eighth on small machines). Where even
   that fails, the stage is handed over and a smaller one asked for; where none fits, it pauses for

@@ -39,6 +39,10 @@ class MemoryShortage:
         if now - self._until > MAX_SHORTAGE_SECONDS:
             self._backoff.reset()
         self._stage, self._until = stage, now + self._backoff.next()
+        self.offer_fell()
+
+    def offer_fell(self) -> None:
+        """What is offered is less than the held stage takes."""
         self._begun.set()
         self._begun = trio.Event()
 

@@ -31,6 +31,7 @@ from swarm_client.volunteer.base_files import base_state
 from swarm_client.volunteer.context import VolunteerContext
 from swarm_client.volunteer.snapshots import SnapshotStore
 from swarm_shared.base.errors import ProtocolError
+from swarm_shared.base.memory import MemoryOffer
 from swarm_shared.base.text import duration_text, size_text
 from swarm_shared.base.types import StageIndex, Version
 from swarm_shared.protocol import AssignStage
@@ -70,22 +71,41 @@ class StageLoader:
         """A worker of the stage, with parameters from the manifest's seed, and frozen ones, if any,
         from the manifest's file. CapacityError when the stage needs more memory than is offered."""
         options, manifest = self.context.options, self.membership.now.manifest
-        offer = options.offer(trio.current_time())
+        offer = self._offer()
         allowance = worker_allowance(manifest, stage, offer, options.threads)
         base = await self._base(manifest, stage)
         async with open_worker(
             manifest, stage, options.device.name, options.threads,
-            graph_budget(manifest, stage, offer),
+            self.graph_bytes(stage),
             f"swarm-{self.context.node.peer_id[-8:]}-{next(self._numbers)}",
             self.context.home.log_folder / "worker.log",
             # A GPU's driver maps memory of the host as it likes.
             private_bytes=allowance if options.device.name == "cpu" else None,
             streamed_bytes=streamed_bytes(manifest, stage, offer),
-            host_graph_bytes=host_graph_budget(manifest, stage, offer),
+            host_graph_bytes=self.host_graph_bytes(stage),
             process=self.spare.process(),
             base_path=base,
         ) as worker:  # fmt: skip
             yield worker
+
+    def graph_bytes(self, stage: StageIndex) -> int:
+        """Return the memory of the device that a worker of the stage may take for graphs now."""
+        return graph_budget(self.membership.now.manifest, stage, self._offer())
+
+    def host_graph_bytes(self, stage: StageIndex) -> int:
+        """Return the memory of the host for graphs of a device with memory of its own."""
+        return host_graph_budget(self.membership.now.manifest, stage, self._offer())
+
+    def _offer(self) -> MemoryOffer:
+        return self.context.options.offer(trio.current_time())
+
+    def missing_memory(self, stage: StageIndex, worker: StageWorker) -> str:
+        """Return in words what the worker takes beyond what the device offers; empty if nothing."""
+        memory = self.membership.now.manifest.stages[stage].memory
+        offer, streams = self.context.options.device.memory, worker.configured.streamed_bytes
+        if offer.holds(memory) and offer.streamed_bytes(memory) <= streams:
+            return ""
+        return f"it needs {memory}, and a stage may take {offer}"
 
     async def _base(self, manifest: Manifest, stage: StageIndex) -> Path | None:
         """The file of the stage's frozen parameters, downloaded unless it is there; None where the

@@ -20,6 +20,7 @@ from swarm_client.pipeline.pipeline import Pipeline
 from swarm_client.pipeline.step_close import StepCloser
 from swarm_client.stage.handle.worker_handle import StageWorker
 from swarm_client.stage.protocol.errors import RequestFailed, WorkerDied
+from swarm_client.stage.protocol.messages import SetLimits
 from swarm_client.volunteer.context import VolunteerContext
 from swarm_client.volunteer.gradient_averager import GroupAverager
 from swarm_client.volunteer.reconnect import Attachment
@@ -143,14 +144,36 @@ class StageManager:
         if limits != self._limits:
             self._limits = limits
             for tenure in self._running.values():
-                if tenure.worker is not None:
-                    self.context.nursery.start_soon(self._limit, tenure.worker)
+                self._limit_soon(tenure)
 
-    async def _limit(self, worker: StageWorker) -> None:
+    def offer_changed(self) -> None:
+        """Have all workers keep to what a stage may take now; hand a stage over that takes more."""
+        for tenure in self._running.values():
+            self._limit_soon(tenure)
+        if self._held is not None:
+            self._check_offer(self._held.holding)
+
+    def _check_offer(self, holding: Holding) -> None:
+        missing = self.loader.missing_memory(holding.stage, holding.worker)
+        if missing:
+            self.context.report(f"stage {holding.stage} is handed over: {missing}")
+            self.context.options.shortage.offer_fell()
+
+    def _limit_soon(self, tenure: _RunningTenure) -> None:
+        if tenure.worker is not None:
+            stage = tenure.load.assignment.stage
+            self.context.nursery.start_soon(self._limit, tenure.worker, stage)
+
+    async def _limit(self, worker: StageWorker, stage: StageIndex) -> None:
         limits = self._limits
+        request = SetLimits(
+            duty_cycle=limits.duty_cycle, threads=limits.threads, vram_bytes=limits.vram_bytes,
+            graph_bytes=self.loader.graph_bytes(stage),
+            host_graph_bytes=self.loader.host_graph_bytes(stage),
+        )  # fmt: skip
         # A dead worker is handled by its tenure; the next one is limited at its start.
         with contextlib.suppress(WorkerDied):
-            await worker.limit(limits.duty_cycle, limits.threads, limits.vram_bytes)
+            await worker.limit(request)
 
     # ---- decisions of the tenures
 
@@ -213,6 +236,7 @@ class StageManager:
         )  # fmt: skip
         self._hold(closer)
         nursery.start_soon(self._report_short_memory, holding)
+        self._check_offer(holding)
         if switched:
             self.context.report(f"moved to stage {number}")
 
@@ -299,8 +323,7 @@ class StageManager:
         async with self.loader.open_worker(tenure.load.assignment.stage) as worker:
             tenure.worker = worker
             try:
-                if self._limits != WorkerLimits():
-                    await self._limit(worker)
+                await self._limit(worker, tenure.load.assignment.stage)
                 while True:
                     with trio.CancelScope() as tenure.serving:
                         return await self._serve(worker, tenure, is_fresh=is_fresh)

@@ -78,6 +78,8 @@ class Volunteer:
         self._self_test: trio.CancelScope | None = None
         """The self-test in progress."""
         self._limits = WorkerLimits()
+        self._waits_for_memory: Suspension | None = None
+        """The latest pause because no stage fitted."""
         self.pause = Pause(self, context.options.long_pause_seconds, context.nursery)
         self._directory = PeerDirectory(context.identity, worker, invite.run_id, invite.organiser)
         self.averager = GroupAverager(
@@ -366,12 +368,18 @@ class Volunteer:
             self.member.stages.limit(limits)
 
     def offer_memory(self, memory: MemoryOffer) -> None:
-        """Set the memory that a stage may take; counts for the next choice of a stage, not for the
-        held one."""
+        """Set the memory that a stage may take. A held stage keeps to it, or is handed over."""
         options = self.context.options
+        if memory == options.device.memory:
+            return
         options.device = replace(
             options.device, memory_bytes=memory.device_bytes, host_bytes=memory.host_bytes
         )
+        if self.member is not None:
+            self.member.stages.offer_changed()
+        waiting = self._waits_for_memory
+        if waiting is not None and waiting is self.suspended and self._some_stage_fits():
+            self.resume()
 
     # ---- memory that does not suffice (`swarm_client.volunteer.memory_shortage`)
 
@@ -381,17 +389,23 @@ class Volunteer:
         shortage = self.context.options.shortage
         while True:
             await shortage.wait_begun()
-            seconds = shortage.seconds_left(trio.current_time())
             if not self._some_stage_fits():
-                self.context.report(
-                    "no stage of this run fits the memory that is left; trying again in "
-                    f"{duration_text(seconds)}"
-                )
-                # When this pause ends, or a user ends it, the same stage is tried again.
-                shortage.lift()
-                self.suspend(SuspendReason.MEMORY_SHORT, time.time() + seconds)
-                self.context.nursery.start_soon(self._resume_after, seconds, self.suspended)
+                self._wait_for_memory(shortage.seconds_left(trio.current_time()))
             self.attachment.leave_until_resumed()
+
+    def _wait_for_memory(self, seconds: float) -> None:
+        """Pause for so many seconds, or where they are 0, until more is offered."""
+        why = "no stage of this run fits the memory that is left"
+        if not seconds:
+            self.context.report(f"{why}; waiting until the preferences leave more")
+            self.suspend(SuspendReason.MEMORY_SHORT)
+        else:
+            self.context.report(f"{why}; trying again in {duration_text(seconds)}")
+            # When this pause ends, or a user ends it, the same stage is tried again.
+            self.context.options.shortage.lift()
+            self.suspend(SuspendReason.MEMORY_SHORT, time.time() + seconds)
+            self.context.nursery.start_soon(self._resume_after, seconds, self.suspended)
+        self._waits_for_memory = self.suspended
 
     def _some_stage_fits(self) -> bool:
         options, membership = self.context.options, self.membership

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from client.volunteer.test_volunteer_admission import SMALL, scene
 from swarm_client.control.status_document import SuspendReason
+from swarm_client.control.status_sentence import Suspension
 from swarm_client.volunteer.memory_shortage import (
     FIRST_SHORTAGE_SECONDS,
     MAX_SHORTAGE_SECONDS,
@@ -86,6 +87,26 @@ async def test_where_no_other_stage_fits_it_pauses_and_asks_again_with_all_of_it
         await s.script.sessions(2)
         assert s.volunteer.suspended is None
         assert s.script.hellos[1].memory == s.script.hellos[0].memory
+
+
+async def test_where_the_preferences_leave_too_little_it_pauses_until_they_leave_more(
+    tmp_path: Path,
+) -> None:
+    async with scene(tmp_path) as s:
+        await s.script.sessions(1)
+        options = s.volunteer.context.options
+        enough = options.device.memory
+        s.volunteer.offer_memory(enough.replaced(SMALL.device_bytes))  # and the host's part
+        options.shortage.offer_fell()  # as the manager of the held stage says
+        await s.until(lambda: s.volunteer.suspended is not None)
+        assert s.volunteer.suspended == Suspension(SuspendReason.MEMORY_SHORT)
+        s.volunteer.offer_memory(enough.replaced(SMALL.device_bytes + 1))
+        assert s.volunteer.suspended is not None, "that is still too little"
+        assert len(s.script.hellos) == 1
+        s.volunteer.offer_memory(enough)
+        assert s.volunteer.suspended is None
+        await s.script.sessions(2)
+        assert s.script.hellos[1].memory == enough
 
 
 async def test_a_pause_by_the_user_outlives_the_shortage(tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ from kits.transcripts import TRANSCRIPT
 from swarm_client.control.contribution_log import ContributionCounter, ContributionLog
 from swarm_client.pipeline.held_stage import Holding, LoadedStage
 from swarm_client.stage.protocol.errors import RequestFailed, WorkerDied
+from swarm_client.stage.protocol.messages import SetLimits
+from swarm_client.volunteer.memory_shortage import MemoryShortage
 from swarm_client.volunteer.stage_manager import StageManager, WorkerLimits
 from swarm_shared.identity.keys import Identity
 from swarm_shared.protocol import (
@@ -44,7 +46,8 @@ class Worker:
     def __init__(self, stage: int) -> None:
         self.stage = stage
         self.loads: list[int] = []
-        self.limits: list[float] = []
+        self.limits: list[tuple[float, int]] = []
+        """Duty cycles with bytes for graphs."""
         self.died = trio.Event()
         self.closed = False
         self.averages = 0
@@ -71,8 +74,8 @@ class Worker:
         self.averages += 1
         await trio.sleep_forever()
 
-    async def limit(self, duty_cycle: float, threads: int, vram_bytes: int | None) -> None:
-        self.limits.append(duty_cycle)
+    async def limit(self, limits: SetLimits) -> None:
+        self.limits.append((limits.duty_cycle, limits.graph_bytes))
 
 
 class Scene:
@@ -87,6 +90,8 @@ class Scene:
         """Raised by the next load."""
         self.loading: trio.Event | None = None
         """Loads wait for it."""
+        self.offered_bytes = 100
+        """Of which every stage takes 10."""
         self.sent: list[object] = []
         self.lines: list[str] = []
         self.holding: Holding | None = None
@@ -96,10 +101,12 @@ class Scene:
         self.links = self
         context: Any = SimpleNamespace(
             report=self.lines.append, nursery=nursery,
+            options=SimpleNamespace(shortage=MemoryShortage()),
             contribution=ContributionCounter(ContributionLog()),
             identity=Identity.from_seed(b"m" * 32),
         )  # fmt: skip
         self.contribution = context.contribution
+        self.shortage = context.options.shortage
         manifest = SimpleNamespace(
             stage_count=STAGES, tokens_per_step=8, tokens_per_microbatch=4,
             work_share=lambda stage: 0.5,
@@ -130,6 +137,15 @@ class Scene:
         worker.loads.append(assignment.version)
         assert is_fresh == (len(worker.loads) == 1)
         return f"{assignment.stage} at {assignment.version}"
+
+    def graph_bytes(self, stage: int) -> int:
+        return max(0, self.offered_bytes - 10)
+
+    def host_graph_bytes(self, stage: int) -> int:
+        return 0
+
+    def missing_memory(self, stage: int, worker: Worker) -> str:
+        return "" if self.offered_bytes >= 10 else f"{self.offered_bytes} bytes are too few"
 
     def loaded_stage(self, worker: Any, version: Any) -> LoadedStage:
         return LoadedStage(worker, StageAccount(worker.stage, version, 0, str))
@@ -399,4 +415,29 @@ async def test_limits_reach_workers_that_live_and_those_that_start() -> None:
         await s.assign(0)
         s.manager.limit(WorkerLimits(duty_cycle=0.5))
         await s.assign(1, prepare=True)
-        assert [worker.limits for worker in s.workers] == [[0.5], [0.5]]
+        assert [worker.limits for worker in s.workers] == [[(1.0, 90), (0.5, 90)], [(0.5, 90)]]
+
+
+async def test_workers_keep_to_an_offer_that_falls_until_the_held_stage_does_not_fit() -> None:
+    async with scene() as s:
+        await s.assign(0)
+        await s.assign(1, prepare=True)
+        s.offered_bytes = 10
+        s.manager.offer_changed()
+        await trio.testing.wait_all_tasks_blocked()
+        assert [worker.limits for worker in s.workers] == [[(1.0, 90), (1.0, 0)]] * 2
+        assert not any("handed over" in line for line in s.lines)
+        s.offered_bytes = 9
+        with trio.fail_after(1):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(s.shortage.wait_begun)
+                await trio.testing.wait_all_tasks_blocked()
+                s.manager.offer_changed()
+        assert s.lines[-1] == "stage 0 is handed over: 9 bytes are too few"
+
+
+async def test_a_stage_that_no_longer_fits_when_it_is_loaded_is_handed_over() -> None:
+    async with scene() as s:
+        s.offered_bytes = 9
+        await s.assign(0)
+        assert "stage 0 is handed over: 9 bytes are too few" in s.lines

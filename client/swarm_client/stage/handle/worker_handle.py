@@ -249,10 +249,9 @@ class StageWorker:
         self._digest = loaded.digest
         return loaded
 
-    async def limit(self, duty_cycle: float, threads: int, vram_bytes: int | None) -> None:
+    async def limit(self, limits: messages.SetLimits) -> None:
         """Limit the worker's use of its device from now on."""
-        request = messages.SetLimits(duty_cycle=duty_cycle, threads=threads, vram_bytes=vram_bytes)
-        await self._rpc.call(request, messages.LimitsSet)
+        await self._rpc.call(limits, messages.LimitsSet)
 
     # ---- machinery
 

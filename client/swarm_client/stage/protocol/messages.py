@@ -271,6 +271,10 @@ class SetLimits(Numbered):
     """Number of threads, at most those of ConfigureStage."""
     vram_bytes: Bytes | None = None
     """Bound on the allocator's share of GPU memory; None for all of it."""
+    graph_bytes: Bytes
+    """Memory of the device for autograd graphs."""
+    host_graph_bytes: Bytes
+    """Memory of the host for those of a device with memory of its own."""
 
 
 ComputeRequest = RunForward | RunBackward

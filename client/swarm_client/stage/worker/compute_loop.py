@@ -350,7 +350,7 @@ class ComputeLoop:
     def _limit(self, request: messages.SetLimits) -> None:
         self._duty.change(request.duty_cycle)
         torch.set_num_threads(min(request.threads, self._threads))
-        self._runner.limit_memory(request.vram_bytes)
+        self._runner.limit_memory(request.vram_bytes, request.graph_bytes, request.host_graph_bytes)
 
     def _inject_into_result(self, phase: FaultPoint, step: int) -> None:
         if faults.active is not None:

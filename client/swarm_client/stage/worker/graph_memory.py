@@ -38,7 +38,7 @@ class GraphMemory:
     ) -> None:  # fmt: skip
         """`host`: the device, if it computes in the host's memory; `host_bytes`: the memory of the
         host for graphs of a device that has its own."""
-        self.budget_bytes = self._offered_bytes = budget_bytes
+        self.budget_bytes = self._offered_bytes = self._first_bytes = budget_bytes
         self._host = host
         self._limit_bytes = budget_bytes
         self.measured: GraphSizes | None = None
@@ -54,6 +54,22 @@ class GraphMemory:
         if self.measured is None:
             raise RuntimeError("no graph has been measured yet")
         return self.measured
+
+    def offer(self, budget_bytes: int, host_bytes: int) -> bool:
+        """Replace what graphs may take from now on; those that do not fit are dropped. Returns
+        whether it is less than before.
+
+        On the host it is never more than at the start, by which the system bounds the process.
+        """
+        self.host_bytes = host_bytes
+        if self._host is not None:
+            budget_bytes = min(budget_bytes, self._first_bytes)
+        before_bytes = self._offered_bytes
+        if budget_bytes != before_bytes:  # else what a shortage has left of it counts
+            self.budget_bytes = self._offered_bytes = self._limit_bytes = budget_bytes
+            if self.measured is not None:
+                self.make_room(0)
+        return budget_bytes < before_bytes
 
     def look(self) -> None:
         """See how much of the budget is there at the moment; drop what does not fit any more."""

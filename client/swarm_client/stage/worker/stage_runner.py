@@ -412,10 +412,12 @@ class StageRunner:
         self._owed.clear()
         self._fetched.clear()
 
-    def limit_memory(self, vram_bytes: int | None) -> None:
-        """Limit torch's allocator on an accelerator; requests beyond the limit fail as out of
-        memory."""
+    def limit_memory(self, vram_bytes: int | None, graph_bytes: int, host_graph_bytes: int) -> None:
+        """Limit torch's allocator on an accelerator, where requests beyond the limit fail as out of
+        memory, and the memory for graphs."""
         self._accelerator.limit_memory(vram_bytes)
+        if self.graphs.offer(graph_bytes, host_graph_bytes):
+            self._accelerator.release_cached()
 
     def open_parameter_set(self, step: Step) -> ParameterSet:
         """The parameter set of a step that can be worked on. RequestFailed: wrong_step."""

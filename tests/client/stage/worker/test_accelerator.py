@@ -193,9 +193,9 @@ def test_a_device_tests_itself(fake: FakeAccelerator, monkeypatch: pytest.Monkey
 
 def test_a_limit_of_memory_and_its_end_reach_the_device(fake: FakeAccelerator) -> None:
     runner = StageRunner(MANIFEST, StageIndex(0), fake, PLENTY, PLENTY)
-    runner.limit_memory(2**30)
+    runner.limit_memory(2**30, PLENTY, 0)
     assert fake.limit_bytes == 2**30
-    runner.limit_memory(None)
+    runner.limit_memory(None, PLENTY, 0)
     assert fake.limit_bytes is None
 
 

@@ -295,8 +295,14 @@ def test_a_configuration_that_cannot_be_is_refused(change: dict[str, int], reaso
     assert reason in answer.message
 
 
+def limits(request: int, duty_cycle: float) -> messages.SetLimits:
+    return messages.SetLimits(
+        request=request, duty_cycle=duty_cycle, threads=1, graph_bytes=2**30, host_graph_bytes=0
+    )
+
+
 def test_a_worker_that_rests_answers_others_and_computes_after_its_rest(rig: Rig) -> None:
-    rig.ask(messages.SetLimits(request=1, duty_cycle=0.05, threads=1))
+    rig.ask(limits(1, 0.05))
     assert isinstance(rig.link.receive(), messages.LimitsSet)
     rig.ask(rig.forward(2, slot=0), rig.forward(3, slot=1))
     begun = time.monotonic()
@@ -313,7 +319,7 @@ def test_a_worker_that_rests_answers_others_and_computes_after_its_rest(rig: Rig
 
 
 def test_a_rest_ends_when_its_limit_does(rig: Rig) -> None:
-    rig.ask(messages.SetLimits(request=1, duty_cycle=1e-9, threads=1))
+    rig.ask(limits(1, 1e-9))
     rig.ask(rig.forward(2, slot=0), rig.forward(3, slot=1), rig.forward(4, slot=2))
     assert [answer.request for answer in (rig.link.receive(), rig.link.receive()) if answer] == [
         1,
@@ -322,7 +328,7 @@ def test_a_rest_ends_when_its_limit_does(rig: Rig) -> None:
     # It would rest for weeks.
     rig.ask(
         messages.ListAccumulated(request=5, step=Step(1)),
-        messages.SetLimits(request=6, duty_cycle=1, threads=4),
+        limits(6, 1.0),
     )
     answers = [rig.link.receive() for _ in range(4)]
     assert [answer.request for answer in answers if answer] == [5, 6, 3, 4]

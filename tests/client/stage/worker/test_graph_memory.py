@@ -152,6 +152,43 @@ def test_graphs_take_none_of_the_memory_that_other_programs_need_and_change_no_b
     assert first._in_flight[105].graph is None
 
 
+def test_graphs_keep_to_an_offer_that_changes_and_change_no_bit() -> None:
+    manifest, machine = make_manifest(stages=2), SharedMachine()
+    runners = [StageRunner(manifest, StageIndex(i), machine, PLENTY, PLENTY) for i in (0, 1)]
+    plenty, first = runners_of(manifest), runners[0]
+    assert through(runners, 0)[0] == through(plenty, 0)[0]  # measures the graphs
+
+    def start(microbatch: int) -> None:
+        inputs, _ = tokens_of(manifest, microbatch)
+        first.forward(100 + microbatch, STEP, MicrobatchIndex(microbatch), True, wire(inputs))
+
+    def kept() -> list[int]:
+        return [number - 100 for number, one in first._in_flight.items() if one.graph is not None]
+
+    for microbatch in (1, 2, 3):
+        start(microbatch)
+    assert kept() == [1, 2, 3]
+    used = PLENTY - first.graphs.room_bytes()
+    first.limit_memory(None, used - 1, 0)
+    assert kept() == [1, 2], "the newest is computed last"
+    assert machine.releases == 1
+    first.limit_memory(None, used - 1, 0)
+    assert machine.releases == 1, "nothing is given back twice"
+    start(4)
+    assert first.graphs.room_bytes() >= 0, "less is kept of it"
+    assert first.graphs.keep_less()
+    left = first.graphs.budget_bytes
+    first.limit_memory(None, used - 1, 0)
+    assert first.graphs.budget_bytes == left, "a shortage outlives other limits"
+    first.limit_memory(None, 2 * PLENTY, 0)
+    assert first.graphs.budget_bytes == PLENTY, "the system bounds the process by its first offer"
+    start(5)
+    assert kept() == [5]
+    assert through(runners, 6)[0] == through(plenty, 6)[0]
+    for one, other in zip(runners, plenty, strict=True):
+        assert torch.equal(one.accumulator.totals(), other.accumulator.totals())
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems have no glibc")
 def test_what_is_given_back_is_free_for_other_programs() -> None:
     """Blocks of the allocator's heap, under the settings of a worker."""
