@@ -83,7 +83,7 @@ def test_a_game_pauses_a_volunteer_and_the_run_equals_the_reference(
     run.assert_equals_reference()
 
 
-def test_a_stage_is_handed_over_when_the_preferences_leave_too_little_and_taken_when_they_leave_more(
+def test_a_stage_that_the_preferences_leave_no_memory_is_handed_over_and_taken_again_later(
     make_run,
 ) -> None:
     run = make_run(1, steps=STEPS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import logging
 import shutil
@@ -15,6 +16,7 @@ from swarm_client.machine.device_names import FORMS
 from swarm_client.machine.home import Home
 from swarm_shared import SOFTWARE_VERSION
 from swarm_shared.base.command_line import COMPLETED_SHELLS, completion_script
+from swarm_shared.base.errors import StorageError
 
 PROGRAM = "swarm-client"
 
@@ -98,9 +100,8 @@ def doctor(
 @json_option
 def paths(home: Path | None, as_json: bool) -> None:
     """Print the paths of all files of this program, whether they exist or not."""
-    import platformdirs
-
     from swarm_client.preferences.layers import preferences_path
+    from swarm_shared.base.user_folders import log_folder
 
     place = Home.locate(home)
     found = {
@@ -112,8 +113,9 @@ def paths(home: Path | None, as_json: bool) -> None:
         "contribution": place.contribution_path,
         "data": place.path / "runs",
         "logs": place.log_folder,
-        "errors": platformdirs.user_log_path("swarmtrain", appauthor=False),
     }
+    with contextlib.suppress(StorageError):  # a user without a home folder has none
+        found["errors"] = log_folder()
     if as_json:
         print_json({name: str(path) for name, path in found.items()})
         return

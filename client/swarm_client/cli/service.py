@@ -18,6 +18,7 @@ from swarm_client.service.steps import RunCommand, Step, WriteFile, carry_out
 from swarm_client.service.systemd import UnitPlace
 from swarm_shared.base.errors import DaemonError, UsageError
 from swarm_shared.base.text import printable
+from swarm_shared.base.user_folders import home_folder
 
 _HIDDEN_FROM_UNITS = (Path("/home"), Path("/root"), Path("/run/user"))
 """Folders that `ProtectHome=yes` hides from the system unit."""
@@ -90,7 +91,7 @@ def uninstall(system: bool, dry_run: bool, start: bool, purge: bool) -> None:
         )
     if sys.platform == "darwin":
         _no_system_on_mac(system)
-        steps = launchd.uninstall(launchd.agent_path(Path.home()), os.getuid())
+        steps = launchd.uninstall(launchd.agent_path(home_folder()), os.getuid())
     else:
         place = _place_for(system)
         _check_root(system)
@@ -111,7 +112,7 @@ def status(system: bool, as_json: bool) -> None:
     found: dict[str, Any]
     if sys.platform == "darwin":
         _no_system_on_mac(system)
-        path = launchd.agent_path(Path.home())
+        path = launchd.agent_path(home_folder())
         loaded = launchd.is_loaded(os.getuid())
         found = {
             "installed": path.exists(), "enabled": path.exists(), "path": str(path),
@@ -201,7 +202,7 @@ def _mac_install(system: bool, home: Path | None) -> tuple[Step, ...]:
     _no_system_on_mac(system)
     log = Home.create(home).log_folder / "service.log"
     text = launchd.agent_text(_command(False, home), log)
-    return launchd.install(launchd.agent_path(Path.home()), text, os.getuid())
+    return launchd.install(launchd.agent_path(home_folder()), text, os.getuid())
 
 
 def _no_system_on_mac(system: bool) -> None:

@@ -22,6 +22,7 @@ from swarm_client.service import launchd, systemd
 from swarm_client.service.installation import Upgrade, find_upgrade
 from swarm_client.service.steps import RunCommand, carry_out
 from swarm_shared.base.errors import ConfigurationError, DaemonError
+from swarm_shared.base.user_folders import home_folder
 
 
 @click.command()
@@ -85,7 +86,7 @@ def _service_restart() -> tuple[RunCommand, ...]:
     """The restart of this user's service, where it is active and runs this very program."""
     program = str(Path(sys.executable).with_name("swarm-client"))
     if sys.platform == "darwin":
-        path = launchd.agent_path(Path.home())
+        path = launchd.agent_path(home_folder())
         ours = path.exists() and program in path.read_text() and launchd.is_loaded(os.getuid())
         words = ("launchctl", "kickstart", "-k", f"gui/{os.getuid()}/{launchd.LABEL}")
         return (RunCommand(words),) if ours else ()

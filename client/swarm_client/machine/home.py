@@ -25,10 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import platformdirs
-
 from swarm_shared.base.atomic_file import make_folder, write_atomically
 from swarm_shared.base.errors import StorageError
+from swarm_shared.base.user_folders import data_folder, expanded
 
 if TYPE_CHECKING:  # pydantic, which a view must not load before its first frame
     from swarm_shared.base.types import RunId, StageIndex, Version
@@ -42,9 +41,9 @@ class Home:
 
     @classmethod
     def locate(cls, path: Path | None) -> Home:
-        """The given folder, or the platform's folder for application data. Creates nothing."""
-        chosen = path or Path(platformdirs.user_data_dir("swarmtrain", appauthor=False))
-        return cls(chosen.expanduser().absolute())
+        """The given folder, or the platform's folder for application data. Creates nothing.
+        StorageError for a user without a home folder, where it is needed."""
+        return cls(expanded(path) if path is not None else data_folder())
 
     @classmethod
     def create(cls, path: Path | None) -> Home:

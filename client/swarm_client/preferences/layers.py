@@ -6,6 +6,7 @@ in. A file of a newer version is refused and left unchanged.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_origin
 
-import platformdirs
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from swarm_client.machine.home import Home
 from swarm_client.preferences.model import VERSION, GpuPreferences, Preferences
 from swarm_shared.base.errors import ConfigurationError, StorageError, VersionError
+from swarm_shared.base.user_folders import settings_folder
 from swarm_shared.settings.errors import describe_setting_error, nearest
 
 FILE_NAME = "preferences.toml"
@@ -65,9 +66,10 @@ class Layered:
 def preferences_path(home: Path | None) -> Path:
     """In the given home, or for the default home in the platform's folder for settings."""
     place = Home.locate(home).path
-    if place != Home.locate(None).path:
-        return place / FILE_NAME
-    return platformdirs.user_config_path("swarmtrain", appauthor=False) / FILE_NAME
+    with contextlib.suppress(StorageError):  # a user without a home folder has no default home
+        if place == Home.locate(None).path:
+            return settings_folder() / FILE_NAME
+    return place / FILE_NAME
 
 
 def load(

@@ -16,6 +16,7 @@ from importlib import resources
 from pathlib import Path
 
 from swarm_client.service.steps import MakeLink, Remove, RunCommand, Step, WriteFile
+from swarm_shared.base.user_folders import home_folder
 
 UNIT = "swarm-client.service"
 SYSTEM_USER = "swarmtrain"
@@ -43,7 +44,7 @@ class UnitPlace:
 
 
 def user_place() -> UnitPlace:
-    config = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config").absolute()
+    config = Path(os.environ.get("XDG_CONFIG_HOME") or home_folder() / ".config").absolute()
     return UnitPlace(config / "systemd" / "user", "default.target", ("systemctl", "--user"))
 
 

@@ -16,6 +16,7 @@ from swarm_coordinator.durability.run_files import read_progress
 from swarm_coordinator.model_hub.models import HubModel
 from swarm_coordinator.run_dir.folder import RunFolder, quoted
 from swarm_shared.base.errors import ConfigurationError
+from swarm_shared.base.user_folders import expanded
 from swarm_shared.run.model_config import PRESETS
 
 
@@ -116,7 +117,7 @@ def init_command(
 def _folder_or_hub_model(given: str) -> Path | HubModel:
     """A folder that exists comes before a model of the same name on the hub."""
     folder = Path(given)
-    return folder if folder.expanduser().exists() else HubModel.parse(given) or folder
+    return folder if expanded(folder).exists() else HubModel.parse(given) or folder
 
 
 @click.command("refresh", hidden=True)

@@ -23,6 +23,7 @@ from swarm_coordinator.run_creation.compressed_files import read_blocks, unreada
 from swarm_coordinator.run_creation.tables import TABLE_SUFFIXES, column_texts
 from swarm_coordinator.run_dir.shard_index import SHARD_INDEX, ShardIndex, read_shard_index
 from swarm_shared.base.errors import DataError
+from swarm_shared.base.user_folders import expanded
 
 PIECE_CHARACTERS = 1024 * 1024
 MAX_RECORD_BYTES = 256 * 1024 * 1024
@@ -76,7 +77,7 @@ def read_corpus(source: str, column: str = DEFAULT_COLUMN) -> Corpus:
     tables and JSON lines has the text."""
     if source == PYTHON_STDLIB:
         return _python_stdlib()
-    path = Path(source).expanduser()
+    path = expanded(Path(source))
     if not path.exists():
         raise DataError(
             f"there is no training data at {path}; give a file or a folder of text, .jsonl, "

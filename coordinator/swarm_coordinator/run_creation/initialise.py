@@ -66,6 +66,7 @@ from swarm_coordinator.simulator.fleet import fleet_from
 from swarm_shared.base.atomic_file import make_folder, sync_folder, write_atomically
 from swarm_shared.base.errors import ConfigurationError
 from swarm_shared.base.text import size_text
+from swarm_shared.base.user_folders import expanded
 from swarm_shared.codecs.choice import MEGABIT_BYTES
 from swarm_shared.data.sampler import split_slots
 from swarm_shared.data.tokenizer import read_tokenizer_file
@@ -126,7 +127,7 @@ def _source(data: str, progress: Progress) -> str:
     dataset = HubDataset.parse(data)
     if dataset is not None:
         return str(pinned(dataset, progress))
-    return data if data == PYTHON_STDLIB else str(Path(data).expanduser().absolute())
+    return data if data == PYTHON_STDLIB else str(expanded(Path(data)))
 
 
 def _corpus(
@@ -150,7 +151,7 @@ def _given_model(
     chosen_length = chosen.get(_SEQUENCE_LENGTH)
     length = chosen_length if isinstance(chosen_length, int) else None
     if isinstance(given, Path):
-        return read_given_model(given.expanduser().absolute(), length)
+        return read_given_model(expanded(given), length)
     folder = download_model(given, progress, partial(check_config, sequence_length=length))
     return replace(read_given_model(folder, length), hub_name=given.name)
 
@@ -192,7 +193,7 @@ def _with_tokenizer_file(chosen: dict[str, object]) -> dict[str, object]:
     tokenizer = chosen.get("data.tokenizer")
     if not isinstance(tokenizer, str) or tokenizer in ("", "bytes", "bpe"):
         return chosen
-    path = Path(tokenizer).expanduser().absolute()
+    path = expanded(Path(tokenizer))
     size = organisers_tokenizer(path).vocabulary_size
     return {"model.vocabulary_size": size, **chosen, "data.tokenizer": str(path)}
 

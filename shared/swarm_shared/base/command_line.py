@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import click
-import platformdirs
 
 from swarm_shared.base.error_groups import expected_error
+from swarm_shared.base.errors import StorageError
+from swarm_shared.base.user_folders import log_folder
 
 UNEXPECTED_EXIT_CODE = 1
 USAGE_EXIT_CODE = 2
@@ -162,7 +163,9 @@ def _keep_traceback(
     program: str, error: BaseException, folders: Sequence[Path]
 ) -> Path | Literal["the lines above"]:
     """Append the traceback to `PROGRAM-error.log`; print it where no folder is writable."""
-    for folder in (*folders, Path(platformdirs.user_log_dir("swarmtrain", appauthor=False))):
+    with contextlib.suppress(StorageError):
+        folders = (*folders, log_folder())
+    for folder in folders:
         path = folder / f"{program}-error.log"
         try:
             folder.mkdir(parents=True, exist_ok=True)
