@@ -137,7 +137,7 @@ class StageWorker:
 
         `handle` is the Output of that forward; release it before or after, as the sender needs it.
         Cancelling the call discards the microbatch; if it has just been computed, it stays in the
-        accumulator, and `accumulated` lists it.
+        accumulator, and `prepare_round` lists it.
         """
         request = partial(messages.RunBackward, forward=handle.request)
         try:
@@ -165,13 +165,13 @@ class StageWorker:
 
     async def save_kept(
         self, step: Step, microbatch: MicrobatchIndex, path: Path, tensors: KeptTensors
-    ) -> int:
-        """Write tensors of a microbatch in the accumulator to a file; return its bytes.
-        RequestFailed: unknown_microbatch when it is not kept."""
+    ) -> None:
+        """Write tensors of a microbatch in the accumulator to a file. RequestFailed:
+        unknown_microbatch when it is not kept."""
         request = messages.SaveKept(
             step=step, microbatch=microbatch, path=str(path), tensors=tensors
         )
-        return (await self._rpc.call(request, messages.KeptSaved)).nbytes
+        await self._rpc.call(request, messages.Done)
 
     async def audit(
         self, step: Step, microbatch: MicrobatchIndex, inputs: Path, computed: Path | None,
@@ -194,12 +194,7 @@ class StageWorker:
 
     async def reset_accumulator(self, step: Step) -> None:
         """Empty the step's accumulator and drop what is in flight of it."""
-        await self._rpc.call(messages.ResetAccumulator(step=step), messages.AccumulatorReset)
-
-    async def accumulated(self, step: Step) -> tuple[MicrobatchIndex, ...]:
-        """The microbatches in the step's accumulator, sorted."""
-        request = messages.ListAccumulated(step=step)
-        return (await self._rpc.call(request, messages.AccumulatedMicrobatches)).microbatches
+        await self._rpc.call(messages.ResetAccumulator(step=step), messages.Done)
 
     async def prepare_round(self, step: Step) -> messages.RoundPrepared:
         """Fill the `gradients` segment; the answer lists the microbatches in it."""
@@ -228,31 +223,27 @@ class StageWorker:
         self._digest = done.digest
         return done
 
-    async def save_state(self, path: Path, version: Version) -> int:
-        """Write parameters and optimizer state atomically; returns the number of bytes written."""
+    async def save_state(self, path: Path, version: Version) -> None:
+        """Write parameters and optimizer state atomically."""
         request = messages.SaveStageState(path=str(path), version=version)
-        return (await self._rpc.call(request, messages.StageStateSaved)).nbytes
+        await self._rpc.call(request, messages.Done)
 
-    async def load_state(self, path: Path, version: Version) -> messages.StageStateLoaded:
-        """Load parameters and optimizer state."""
-        request = messages.LoadStageState(path=str(path), version=version)
-        return await self._loaded(request)
+    async def load_state(self, path: Path, version: Version) -> str:
+        """Load parameters and optimizer state; return `digest`."""
+        return await self._loaded(messages.LoadStageState(path=str(path), version=version))
 
-    async def reinitialise(self, version: Version) -> messages.StageStateLoaded:
-        """Start again from the manifest's seed."""
+    async def reinitialise(self, version: Version) -> str:
+        """Start again from the manifest's seed; return `digest`."""
         return await self._loaded(messages.ReinitialiseStage(version=version))
 
-    async def _loaded(
-        self, request: messages.LoadStageState | messages.ReinitialiseStage
-    ) -> messages.StageStateLoaded:
-        loaded = await self._rpc.call(request, messages.StageStateLoaded)
-        self._digest = loaded.digest
-        return loaded
+    async def _loaded(self, request: messages.LoadStageState | messages.ReinitialiseStage) -> str:
+        self._digest = (await self._rpc.call(request, messages.StageStateLoaded)).digest
+        return self._digest
 
     async def limit(self, duty_cycle: float, threads: int, vram_bytes: int | None) -> None:
         """Limit the worker's use of its device from now on."""
         request = messages.SetLimits(duty_cycle=duty_cycle, threads=threads, vram_bytes=vram_bytes)
-        await self._rpc.call(request, messages.LimitsSet)
+        await self._rpc.call(request, messages.Done)
 
     # ---- machinery
 

@@ -230,19 +230,15 @@ class ComputeLoop:
     def _audit(self, request: messages.SaveKept | messages.RunAudit) -> Numbered:
         match request:
             case messages.SaveKept():
-                nbytes = self._auditing.save_kept(
+                self._auditing.save_kept(
                     request.step, request.microbatch, Path(request.path), request.tensors
                 )
-                return messages.KeptSaved(nbytes=nbytes)
+                return messages.Done()
             case messages.RunAudit():
                 computed = None if request.computed_path is None else Path(request.computed_path)
-                found = self._auditing.audit(
+                return self._auditing.audit(
                     request.step, Path(request.inputs_path), computed, request.claimed,
                     request.secret,
-                )  # fmt: skip
-                return messages.AuditDone(
-                    transcript=found.transcript, loss_sum=found.loss_sum,
-                    distance=found.distance, sums=found.sums,
                 )  # fmt: skip
 
     def _cell_of(self, request: Computation) -> tuple[Step, MicrobatchIndex]:
@@ -307,11 +303,7 @@ class ComputeLoop:
             case messages.ResetAccumulator():
                 self._runner.open_parameter_set(request.step)
                 self._runner.reset_step(request.step)
-                return messages.AccumulatorReset()
-            case messages.ListAccumulated():
-                accumulator = self._runner.open_parameter_set(request.step).accumulator
-                held = accumulator.contents.microbatches()
-                return messages.AccumulatedMicrobatches(microbatches=held)
+                return messages.Done()
             case messages.PrepareRound():
                 microbatches = self._steps.prepare_round(request.step, self._memory.gradients)
                 self._corrupt_totals(
@@ -322,10 +314,7 @@ class ComputeLoop:
                 )
             case messages.ComputeNorm():
                 self._inject_into_result(FaultPoint.NORM, request.step)
-                norms = self._steps.norm(request.step, request.step_tokens, self._memory.result)
-                return messages.NormComputed(
-                    own_squared=norms.own, tied_squared=norms.tied, finite=norms.finite
-                )
+                return self._steps.norm(request.step, request.step_tokens, self._memory.result)
             case messages.DigestSums():
                 parts, results = self._steps.digest_sums(
                     request.step, request.part, request.seed, request.stops,
@@ -338,12 +327,10 @@ class ComputeLoop:
                     request.step, request.step_tokens, request.global_norm,
                     request.learning_rate, self._memory.result,
                 )  # fmt: skip
-                return messages.UpdateApplied(
-                    version=self._runner.version, digest=fingerprint.digest, norm=fingerprint.norm
-                )
+                return messages.UpdateApplied(digest=fingerprint.digest, norm=fingerprint.norm)
             case messages.SetLimits():
                 self._limit(request)
-                return messages.LimitsSet()
+                return messages.Done()
             case _:
                 return self._state(request)
 
@@ -366,8 +353,8 @@ class ComputeLoop:
         match request:
             case messages.SaveStageState():
                 faults.inject(FaultPoint.CHECKPOINT, request.version)
-                nbytes = self._steps.save(Path(request.path), request.version)
-                return messages.StageStateSaved(nbytes=nbytes)
+                self._steps.save(Path(request.path), request.version)
+                return messages.Done()
             case messages.LoadStageState():
                 digest = self._steps.load(Path(request.path), request.version).digest
             case messages.ReinitialiseStage():
@@ -376,7 +363,7 @@ class ComputeLoop:
                 raise RequestFailed(
                     "bad_input", f"a worker at work cannot carry out {type(request).__name__}"
                 )
-        return messages.StageStateLoaded(version=self._runner.version, digest=digest)
+        return messages.StageStateLoaded(digest=digest)
 
 
 def _answer(request: RequestT, carry_out: Callable[[RequestT], Numbered]) -> Numbered:
@@ -470,13 +457,9 @@ def serve(link: WorkerLink) -> None:
 
 def _self_test(request: messages.RunSelfTest) -> Numbered:
     torch.set_num_threads(request.threads)
-    found = run_self_test(
+    return run_self_test(
         _selected(request.device), request.seconds, request.memory_bytes, request.duty_cycle
     )
-    return messages.SelfTested(
-        rounds=found.rounds, seconds=found.seconds, memory_bytes=found.memory_bytes,
-        fault=found.fault, arithmetic=found.arithmetic,
-    )  # fmt: skip
 
 
 def _configure(
@@ -519,7 +502,6 @@ def _configure(
     )  # fmt: skip
     made.append((ComputeLoop(link, runner, steps, memory), memory))
     return messages.StageConfigured(
-        version=runner.version,
         digest=digest,
         arithmetic=arithmetic,
         streamed_bytes=runner.parameter_sets.streamed_bytes,

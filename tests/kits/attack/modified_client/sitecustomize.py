@@ -506,7 +506,7 @@ def _false_norm(module: ModuleType) -> None:
     def norm(self: Any, *arguments: Any) -> Any:
         found = honest(self, *arguments)
         _lied()
-        return replace(found, own=found.own * 1.00001)
+        return found.model_copy(update={"own_squared": found.own_squared * 1.00001})
 
     module.StepRunner.norm = norm
 
