@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import ctypes
 import gc
 import logging
 import os
@@ -79,6 +78,7 @@ from swarm_client.averaging.worker.p2pd_carrier import (
 from swarm_client.fault_injection import faults
 from swarm_client.ipc import shared_memory
 from swarm_client.ipc.numbered import Numbered
+from swarm_client.ipc.parent_death import end_with_parent
 from swarm_shared.base.errors import SwarmError
 from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.json_messages import LENGTH_BYTES, decode_length, encode_prefixed, parse
@@ -87,7 +87,6 @@ from swarm_shared.identity.linear_digest import DigestKey
 
 logger = logging.getLogger(__name__)
 
-_PR_SET_PDEATHSIG = 1
 P2PD_DIED_STATUS = 3
 """Exit status of this process when p2pd has ended."""
 
@@ -325,8 +324,7 @@ def _become_child() -> None:
     """Ignore Ctrl-C, and make the kernel end this process with the daemon even when frozen."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.umask(0o077)
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    end_with_parent(signal.SIGKILL)
 
 
 def main() -> None:
