@@ -43,7 +43,7 @@ from swarm_client.governor.governor import Governor
 from swarm_client.governor.probes.all import SystemProbes
 from swarm_client.governor.probes.readings import Readings
 from swarm_client.machine.home import Home
-from swarm_client.machine.log_file import write_log
+from swarm_client.machine.log_file import LOGGERS, write_log
 from swarm_client.machine.sd_notify import Notifier
 from swarm_client.membership.membership import Membership
 from swarm_client.preferences.control import shown
@@ -95,13 +95,13 @@ async def run_daemon(
     with home.locked():
         write_log(home)
         daemon = Daemon(home, report, foreground=first is not None, notifier=notifier)
-        logging.getLogger("swarm_client").addHandler(daemon.log_buffer)
-        logging.getLogger("swarm_shared").addHandler(daemon.log_buffer)
+        for logger in LOGGERS:
+            logger.addHandler(daemon.log_buffer)
         try:
             await daemon.run(first, resume=resume)
         finally:
-            logging.getLogger("swarm_client").removeHandler(daemon.log_buffer)
-            logging.getLogger("swarm_shared").removeHandler(daemon.log_buffer)
+            for logger in LOGGERS:
+                logger.removeHandler(daemon.log_buffer)
 
 
 class Daemon:

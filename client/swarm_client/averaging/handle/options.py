@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from swarm_client.averaging.protocol.messages import ConfigureAveraging
-from swarm_shared.base.atomic_file import write_atomically
+from swarm_client.machine.home import read_port, write_port
 from swarm_shared.base.errors import StorageError
 
 logger = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ def persistent_port(path: Path) -> int:
     The port is fixed per home, so that addresses known to other peers and a router's mapping
     survive a restart.
     """
-    known = _read_port(path)
+    known = read_port(path)
     if known is not None and _is_free(known):
         return known
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
@@ -94,18 +94,10 @@ def persistent_port(path: Path) -> int:
     if known is not None:
         logger.info("port %s is taken by another program; p2pd listens on %s", known, port)
     try:
-        write_atomically(path, f"{port}\n".encode())
+        write_port(path, port)
     except StorageError as error:
         logger.warning("the port of p2pd cannot be stored: %s", error)
     return port
-
-
-def _read_port(path: Path) -> int | None:
-    try:
-        port = int(path.read_text())
-    except (OSError, ValueError):
-        return None
-    return port if 0 < port < 65_536 else None
 
 
 def _is_free(port: int) -> bool:
