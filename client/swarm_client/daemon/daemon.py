@@ -259,7 +259,7 @@ class Daemon:
         self.device_group, self.governor = device_group, governor
         self.failure = None
         if self._stored_runs.pause is not None:
-            device_group.suspend(SuspendReason.PAUSED_BY_USER, self._stored_runs.pause.until)
+            device_group.pause(self._stored_runs.pause.until)
 
     def _admitted(self, join: JoinArguments, membership: Membership) -> None:
         if self._target is join:
@@ -406,7 +406,7 @@ class Daemon:
         until = None if seconds is None else now + seconds
         self._store_runs(self._stored_runs.pausing(StoredPause(until=until)))
         if self.device_group is not None:
-            self.device_group.suspend(SuspendReason.PAUSED_BY_USER, until)
+            self.device_group.pause(until)
         self._wake()
         end = "until `swarm-client resume`" if until is None else f"until {clock_text(until, now)}"
         self.event(f"paused {end}")

@@ -62,9 +62,10 @@ class DeviceGroup:
             return own[0]
         return known[0] if known and len(known) == len(found) else None
 
-    def suspend(self, reason: SuspendReason, until: float | None = None) -> None:
+    def pause(self, until: float | None) -> None:
+        """Begin the user's pause; `until` in Unix seconds, None for one that `resume` ends."""
         for one in self.active:
-            one.suspend(reason, until)
+            one.suspend(SuspendReason.PAUSED_BY_USER, until)
 
     def resume(self) -> None:
         """End the user's pause. Devices suspended for another reason stay suspended."""
