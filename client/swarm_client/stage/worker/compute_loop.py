@@ -34,7 +34,6 @@ from swarm_client.stage.worker.audits import AuditRunner
 from swarm_client.stage.worker.compiling import backend_from_environment
 from swarm_client.stage.worker.duty_cycle import DutyCycle
 from swarm_client.stage.worker.flights import CountedWeights
-from swarm_client.stage.worker.payloads import is_finite
 from swarm_client.stage.worker.self_test import arithmetic_class, run_self_test
 from swarm_client.stage.worker.shared_buffers import WorkerMemory
 from swarm_client.stage.worker.stage_runner import BackwardResult, ForwardResult, StageRunner
@@ -43,6 +42,7 @@ from swarm_shared.base.errors import CapacityError, LinkClosed, SwarmError
 from swarm_shared.base.text import memory_text
 from swarm_shared.base.types import MicrobatchIndex, Step
 from swarm_shared.codecs.errors import CodecError
+from swarm_shared.codecs.half_precision import is_finite
 from swarm_shared.model.fixed_point_sums import totals_dtype
 from swarm_shared.run.manifest import Manifest
 from swarm_shared.volunteer_rules.compute_order import ComputeOrder, Part
@@ -290,8 +290,7 @@ class ComputeLoop:
         return self._duty.effective_seconds(self._clock() - started)
 
     def _corrupt(self, phase: FaultPoint, step: Step, slot: int, nbytes: int) -> None:
-        if faults.active is not None:
-            faults.corrupt(phase, step, self._memory.slot(slot, nbytes))
+        faults.corrupt(phase, step, self._memory.slot(slot, nbytes))
 
     # ---- control
 
@@ -340,9 +339,8 @@ class ComputeLoop:
         self._runner.limit_memory(request.vram_bytes)
 
     def _inject_into_result(self, phase: FaultPoint, step: int) -> None:
-        if faults.active is not None:
-            faults.inject(phase, step)
-            self._corrupt_totals(phase, step, self._memory.result_segment.buffer)
+        faults.inject(phase, step)
+        self._corrupt_totals(phase, step, self._memory.result_segment.buffer)
 
     def _corrupt_totals(self, phase: FaultPoint, step: int, totals: memoryview) -> None:
         faults.corrupt(
