@@ -344,14 +344,13 @@ class StageWorker:
 
     async def _configure(
         self, manifest: Manifest, device: str, threads: int, graph_budget_bytes: int,
-        streamed_bytes: int, host_graph_bytes: int, kept_budget_bytes: int, namespace: str,
-        base_path: Path | None,
+        streamed_bytes: int, host_graph_bytes: int, namespace: str, base_path: Path | None,
     ) -> None:  # fmt: skip
         request = messages.ConfigureStage(
             manifest_json=manifest.model_dump_json(), stage=self.stage, device=device,
             threads=threads, graph_budget_bytes=graph_budget_bytes,
             streamed_bytes=streamed_bytes, host_graph_bytes=host_graph_bytes,
-            kept_budget_bytes=kept_budget_bytes,
+            kept_budget_bytes=KEPT_BUDGET_BYTES,
             slot_bytes=self.sizes.slot_bytes, slot_count=self.slot_count, namespace=namespace,
             base_path=None if base_path is None else str(base_path),
         )  # fmt: skip
@@ -378,7 +377,6 @@ async def open_worker(
     private_bytes: int | None = None,
     streamed_bytes: int = 0,
     host_graph_bytes: int = 0,
-    kept_budget_bytes: int = KEPT_BUDGET_BYTES,
     process: AbstractAsyncContextManager[WorkerChild] | None = None,
     base_path: Path | None = None,
 ) -> AsyncIterator[StageWorker]:
@@ -404,7 +402,7 @@ async def open_worker(
                     nursery.start_soon(worker._kill_when_hung)
                     await worker._configure(
                         manifest, device, threads, graph_budget_bytes, streamed_bytes,
-                        host_graph_bytes, kept_budget_bytes, namespace, base_path,
+                        host_graph_bytes, namespace, base_path,
                     )  # fmt: skip
                     worker._attach(attached)
                     yield worker

@@ -44,10 +44,11 @@ from swarm_client.stage.worker.flights import CountedWeights, Digests, InFlight,
 from swarm_client.stage.worker.forward_passes import ForwardPasses
 from swarm_client.stage.worker.graph_memory import GraphMemory
 from swarm_client.stage.worker.parameter_versions import ParameterSet, ParameterSets
-from swarm_client.stage.worker.payloads import MicrobatchInput, PayloadCodec, all_finite, is_finite
+from swarm_client.stage.worker.payloads import MicrobatchInput, PayloadCodec, all_finite
 from swarm_client.stage.worker.transfer.device_copier import device_copier
 from swarm_shared.base.transcript import Transcript
 from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step, Version
+from swarm_shared.codecs.half_precision import is_finite
 from swarm_shared.identity.work_statements import wire_digest
 from swarm_shared.model import Stage
 from swarm_shared.model.split_backward import Weights

@@ -20,10 +20,10 @@ from torch import Tensor
 from swarm_client.stage.protocol.errors import RequestFailed
 from swarm_client.stage.protocol.messages import NormComputed
 from swarm_client.stage.worker.accumulation.digests import slice_digests
-from swarm_client.stage.worker.payloads import is_finite
 from swarm_client.stage.worker.stage_runner import StageRunner
 from swarm_shared.base.errors import ProtocolError, StorageError
 from swarm_shared.base.types import LinearDigests, MicrobatchIndex, Step, Version
+from swarm_shared.codecs.half_precision import is_finite
 from swarm_shared.identity.linear_digest import DigestKey
 from swarm_shared.model import (
     Fingerprint,
