@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from functools import partial
 
 import trio
@@ -102,22 +102,23 @@ async def participate(
             nursery.start_soon(_report_admission, volunteer, admitted)
             await _take_part(volunteer, device_group, nursery)
 
-    async with trio.open_nursery() as nursery:
-        async with trio.open_nursery() as lives:
-            for place, resources in enumerate(
-                _resources_per_device(join, home, identity, devices, source, report)
-            ):
-                lives.start_soon(live, place, resources)
-            await all_made.wait()
-            device_group = DeviceGroup([made[place] for place in range(len(devices))])
-            governor = Governor(
-                source, home, device_group, bandwidth, invite.run_id, report, probes
-            )
-            begun(device_group, governor)
-            await governor.tick()
-            nursery.start_soon(governor.run)
-            go.set()
-        nursery.cancel_scope.cancel()
+    with closing(data_cache):
+        async with trio.open_nursery() as nursery:
+            async with trio.open_nursery() as lives:
+                for place, resources in enumerate(
+                    _resources_per_device(join, home, identity, devices, source, report)
+                ):
+                    lives.start_soon(live, place, resources)
+                await all_made.wait()
+                device_group = DeviceGroup([made[place] for place in range(len(devices))])
+                governor = Governor(
+                    source, home, device_group, bandwidth, invite.run_id, report, probes
+                )
+                begun(device_group, governor)
+                await governor.tick()
+                nursery.start_soon(governor.run)
+                go.set()
+            nursery.cancel_scope.cancel()
     return device_group
 
 
