@@ -37,6 +37,8 @@ RECEIVE_BYTES = 64 * 2**10
 
 MAX_POLL_SECONDS = 24 * 3600.0
 """Longest wait given to poll, which counts milliseconds in 32 bits."""
+MAX_LOG_BYTES = 4 * 2**20
+"""Size of a child's log, in bytes, above which the next child begins another one."""
 CLOSE_GRACE_SECONDS = 3.0
 """Seconds that a child has to end once its socket is closed. A computing worker notices the closing
 only after its computation."""
@@ -176,7 +178,11 @@ class ChildProcess(Generic[MessageT]):
 
 
 def _opened_log(path: Path) -> BinaryIO:
+    """A long log is renamed to `.log.1`, in place of the one before."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        if path.stat().st_size > MAX_LOG_BYTES:
+            path.replace(path.with_suffix(".log.1"))
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab")
 
 

@@ -1,4 +1,4 @@
-"""Options of the averaging worker, and its files: port, log and socket folder."""
+"""Options of the averaging worker, and its files: port and socket folder."""
 
 from __future__ import annotations
 
@@ -17,9 +17,6 @@ from swarm_client.machine.home import read_port, write_port
 from swarm_shared.base.errors import StorageError
 
 logger = logging.getLogger(__name__)
-
-MAX_LOG_BYTES = 4 * 2**20
-"""Size of the worker's log, in bytes, above which it is rotated."""
 
 _MAX_FOLDER_CHARACTERS = 70
 """Longest path of the socket folder. The path of a unix socket has at most 107 bytes on Linux;
@@ -54,13 +51,6 @@ class AveragingOptions:
             ),
             trusted_relays=self.trusted_relays,
         )
-
-
-def rotate_log(log_path: Path) -> None:
-    """Rename a long log to `.log.1`, replacing the one before."""
-    with contextlib.suppress(FileNotFoundError):
-        if log_path.stat().st_size > MAX_LOG_BYTES:
-            log_path.replace(log_path.with_suffix(".log.1"))
 
 
 @contextlib.contextmanager
