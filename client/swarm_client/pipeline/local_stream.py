@@ -12,10 +12,10 @@ from typing import ClassVar
 
 import trio
 
-from swarm_client.stage.handle.slots import Buffer
 from swarm_shared.base.errors import LinkClosed, LinkTimeout
 from swarm_shared.base.types import PeerId
 from swarm_shared.network import Frame, FrameLimits
+from swarm_shared.protocol.framing import Buffer
 
 FRAMES_BUFFERED = 16
 """More than the credits of one edge, so that a writer hardly ever waits."""

@@ -29,7 +29,7 @@ from swarm_client.pipeline.edge import HELLO_SECONDS, EdgeAnswer, Stream
 from swarm_client.pipeline.held_stage import Holding
 from swarm_client.pipeline.tickets import TicketCheck
 from swarm_client.pipeline.uplink_share import UplinkShare
-from swarm_client.stage.handle.slots import Buffer, Output
+from swarm_client.stage.handle.slots import Output
 from swarm_client.stage.protocol.errors import RequestFailed, WorkerDied
 from swarm_client.stage.protocol.slot_sizes import TOKEN_BYTES
 from swarm_shared.base.errors import AdmissionError, LinkClosed, ProtocolError, SwarmError
@@ -50,6 +50,7 @@ from swarm_shared.protocol import (
     parse,
     stage_requests,
 )
+from swarm_shared.protocol.framing import Buffer
 from swarm_shared.run.manifest import Manifest
 from swarm_shared.volunteer_rules.stage_account import Computation
 

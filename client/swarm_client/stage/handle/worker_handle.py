@@ -21,7 +21,7 @@ from swarm_client.ipc.child_process import ChildProcess
 from swarm_client.ipc.child_rpc import ChildRpc
 from swarm_client.machine.memory_limit import limit_memory
 from swarm_client.stage.handle.liveness import Liveness, Outstanding
-from swarm_client.stage.handle.slots import Buffer, Output, SlotPool
+from swarm_client.stage.handle.slots import Output, SlotPool
 from swarm_client.stage.handle.stage_memory import slot_count
 from swarm_client.stage.handle.warm_worker import WorkerChild, worker_process
 from swarm_client.stage.protocol import messages
@@ -31,6 +31,7 @@ from swarm_shared.base.error_groups import single_error_unwrapped
 from swarm_shared.base.text import memory_text
 from swarm_shared.base.transcript import KeptTensors, Transcript
 from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step, Version
+from swarm_shared.protocol.framing import Buffer
 from swarm_shared.run.manifest import Manifest
 
 KEPT_BUDGET_BYTES = 512 * 2**20

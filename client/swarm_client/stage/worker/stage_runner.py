@@ -390,7 +390,8 @@ class StageRunner:
         if removal is None:
             return False
         accumulator.subtract(
-            removal, (self._recompute_gradients(parameter_set, one) for one in removal.recompute)
+            removal,
+            (self.compute_again(parameter_set, one).gradients for one in removal.recompute),
         )
         return True
 
@@ -501,11 +502,6 @@ class StageRunner:
                 f"a gradient of stage {self.stage_index} holds infinities or NaNs; it was not "
                 "added to the step's",
             )
-
-    def _recompute_gradients(
-        self, parameter_set: ParameterSet, kept: KeptMicrobatch
-    ) -> list[Tensor]:
-        return self.compute_again(parameter_set, kept).gradients
 
     def compute_again(self, parameter_set: ParameterSet, kept: KeptMicrobatch) -> ComputedAgain:
         """Compute a microbatch once more from its inputs, without a trace. RequestFailed: bad_input
