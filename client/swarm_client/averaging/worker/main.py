@@ -29,12 +29,11 @@ from typing import TypeVar
 import anyio
 import anyio.abc
 
-from swarm_client.averaging.all_reduce.codec import dtype_of
 from swarm_client.averaging.all_reduce.errors import RoundFailed, RoundFailure
+from swarm_client.averaging.all_reduce.in_memory import all_reduce_in_memory
 from swarm_client.averaging.all_reduce.incoming import IncomingHub
 from swarm_client.averaging.all_reduce.plan import round_tag
 from swarm_client.averaging.all_reduce.received import ReceivedPieces
-from swarm_client.averaging.all_reduce.reduce import all_reduce
 from swarm_client.averaging.protocol.messages import (
     AddressesChanged,
     Bootstrap,
@@ -76,7 +75,6 @@ from swarm_client.averaging.worker.p2pd_carrier import (
     watch_addresses,
 )
 from swarm_client.fault_injection import faults
-from swarm_client.ipc import shared_memory
 from swarm_client.ipc.numbered import Numbered
 from swarm_client.ipc.parent_death import end_with_parent
 from swarm_shared.base.errors import SwarmError
@@ -201,25 +199,11 @@ class Worker:
             gc.collect()
 
     async def _reduce(self, message: StartRound, carrier: GroupCarrier) -> RoundDone:
-        spec = message.spec
-        dtype = dtype_of(spec.codec)
-        offset_bytes = message.offset_elements * dtype.itemsize
-        received = ReceivedPieces.of(spec)
-        with (
-            shared_memory.attach(message.source_shm_name) as source,
-            shared_memory.attach(message.result_shm_name) as result,
-        ):
-            links = await all_reduce(
-                spec,
-                carrier,
-                source.array(dtype, spec.elements, offset_bytes).view(dtype),
-                result.array(dtype, spec.elements, offset_bytes).view(dtype),
-                stall_seconds=message.stall_seconds,
-                join_seconds=message.join_seconds,
-                received=received,
-            )
-        if received is not None:
-            self.received[spec.round_id] = received
+        links = await all_reduce_in_memory(
+            message.spec, carrier, message.source_shm_name, message.result_shm_name,
+            message.offset_elements, self.received, stall_seconds=message.stall_seconds,
+            join_seconds=message.join_seconds,
+        )  # fmt: skip
         return RoundDone(links=links, faults=tuple(carrier.faults))
 
     async def _digest_received(self, message: DigestReceived) -> None:
