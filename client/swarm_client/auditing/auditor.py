@@ -99,7 +99,8 @@ class Auditor:
         shown = None
         if order.claimed is not None:
             try:
-                total = worker.sizes.computed_bytes(worker.own_elements + worker.tied_elements)
+                elements = worker.configured.own_elements + worker.configured.tied_elements
+                total = worker.sizes.computed_bytes(elements)
                 await self._inputs.write_computed(order, total, computed)
                 shown = computed
             except TensorsWithheld as error:

@@ -148,7 +148,7 @@ class GroupAverager:
             self._forget()
             self._attempt = step, attempt
         spec = self._spec(worker, step, attempt, reduction)
-        offset = 0 if reduction.part == "own" else worker.own_elements
+        offset = 0 if reduction.part == "own" else worker.configured.own_elements
         try:
             if self.worker.available and len(reduction.members) > 1:
                 await self._in_worker(worker, spec, offset)
@@ -161,13 +161,13 @@ class GroupAverager:
     def _spec(
         self, worker: StageWorker, step: Step, attempt: int, reduction: Reduction
     ) -> RoundSpec:
-        own = reduction.part == "own"
+        own, configured = reduction.part == "own", worker.configured
         where = "tied" if not own else str(worker.stage)
         return RoundSpec(
             f"{self._run[:16]}/{step}/{attempt}/{where}",
             reduction.members,
             self._identity.peer_id,
-            worker.own_elements if own else worker.tied_elements,
+            configured.own_elements if own else configured.tied_elements,
             tuple(map(float, reduction.weights)) or None,
             codec=self.codec,
         )
@@ -224,8 +224,8 @@ class GroupAverager:
         request = StartRound(
             spec=spec,
             members=self._routes.members(spec.members),
-            source_shm_name=worker.gradients_name,
-            result_shm_name=worker.result_name,
+            source_shm_name=worker.configured.gradients_name,
+            result_shm_name=worker.configured.result_name,
             offset_elements=offset,
             stall_seconds=self.stall_seconds,
             join_seconds=self.stall_seconds + MAX_OPENING_SECONDS,
@@ -255,8 +255,9 @@ class GroupAverager:
     async def _in_daemon(self, worker: StageWorker, spec: RoundSpec, offset: int) -> None:
         with self.worker.round_in_daemon(spec.round_id, self._routes.p2pds(spec.members)):
             links = await all_reduce_in_memory(
-                spec, self._host, worker.gradients_name, worker.result_name, offset,
-                self._received, stall_seconds=self.stall_seconds,
+                spec, self._host, worker.configured.gradients_name,
+                worker.configured.result_name, offset, self._received,
+                stall_seconds=self.stall_seconds,
                 join_seconds=self.stall_seconds + MAX_OPENING_SECONDS,
             )  # fmt: skip
         self._record_outcome(spec, links, (), done=True)

@@ -95,22 +95,6 @@ class StageWorker:
         return self._digest
 
     @property
-    def own_elements(self) -> int:
-        return self.configured.own_elements
-
-    @property
-    def tied_elements(self) -> int:
-        return self.configured.tied_elements
-
-    @property
-    def gradients_name(self) -> str:
-        return self.configured.gradients_name
-
-    @property
-    def result_name(self) -> str:
-        return self.configured.result_name
-
-    @property
     def pid(self) -> int:
         return self._child.pid
 

@@ -148,8 +148,8 @@ async def through(workers: list[StageWorker], manifest: Manifest, microbatch: in
 
 async def prepared(worker: StageWorker) -> np.ndarray:
     await worker.prepare_round(STEP)
-    elements = worker.own_elements + worker.tied_elements
-    segment = shared_memory.attach(worker.gradients_name)
+    elements = worker.configured.own_elements + worker.configured.tied_elements
+    segment = shared_memory.attach(worker.configured.gradients_name)
     try:
         return segment.array(np.float32, elements).copy()
     finally:
@@ -157,7 +157,7 @@ async def prepared(worker: StageWorker) -> np.ndarray:
 
 
 def put_result(worker: StageWorker, values: np.ndarray) -> None:
-    segment = shared_memory.attach(worker.result_name)
+    segment = shared_memory.attach(worker.configured.result_name)
     segment.array(np.float32, len(values))[:] = values
     segment.close()
 
