@@ -76,8 +76,7 @@ async def participate(
     """
     source = PreferenceSource(preferences_path(home.path), flags=join.preferences)
     devices = await _offered_devices(join, source)
-    bandwidth = Bandwidth()
-    probes = MachineProbes(home.path)
+    bandwidth, probes = Bandwidth(), MachineProbes(home.path)
     disk = DiskAllowance(probes.disk, source, home, invite.run_id)
     budget_bytes = data_budget_bytes(source.current.preferences)
     data_cache = LeafCache(home.data_folder(invite.run_id), budget_bytes)
