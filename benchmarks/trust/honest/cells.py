@@ -131,7 +131,9 @@ def _apply(runners: Sequence[StageRunner], steps: Sequence[StepRunner], step: St
     manifest = runners[0].manifest
     flats = [runner.accumulator.totals() for runner in runners]
     tokens = manifest.tokens_per_microbatch * len(runners[0].accumulator.contents.microbatches())
-    norms = [one.norm(step, tokens, flat).own for one, flat in zip(steps, flats, strict=True)]
+    norms = [
+        one.norm(step, tokens, flat).own_squared for one, flat in zip(steps, flats, strict=True)
+    ]
     rate = learning_rate(manifest.optimizer, manifest.training.steps, step)
     for one, flat in zip(steps, flats, strict=True):
         one.apply(step, tokens, math.sqrt(math.fsum(norms)), rate, flat)

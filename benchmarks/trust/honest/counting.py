@@ -77,10 +77,10 @@ class Counting:
         assert transcript is not None, "each cell is counted once"
         return {"transcript": transcript.model_dump(), "loss_sum": loss_sum}
 
-    def show(self, microbatch: int, path: str) -> int:
+    def show(self, microbatch: int, path: str) -> None:
         """Write what a counted cell gives, for its auditor."""
         step = Step(self._held.version + 1)
-        return AuditRunner(self._held).save_kept(
+        AuditRunner(self._held).save_kept(
             step, MicrobatchIndex(microbatch), Path(path), KeptTensors.COMPUTED
         )
 

@@ -8,7 +8,6 @@ the digests of the inputs alone.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from pathlib import Path
 
 from swarm_client.auditing.exchange import KeptServer
@@ -16,6 +15,7 @@ from swarm_client.auditing.inputs import AuditedSamples, AuditInputs, TensorsWit
 from swarm_client.membership.member_context import MemberContext
 from swarm_client.pipeline.held_stage import Holding
 from swarm_client.pipeline.pipeline import Pipeline
+from swarm_client.stage.handle.worker_handle import StageWorker
 from swarm_client.stage.protocol.errors import WorkerDied
 from swarm_client.stage.protocol.messages import AuditDone
 from swarm_shared.base.errors import SwarmError
@@ -27,12 +27,6 @@ log = logging.getLogger(__name__)
 
 MAX_AUDITS = 8
 """Audits in hand at a time; the coordinator asks for fewer."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Files:
-    inputs: Path
-    computed: Path
 
 
 class Auditor:
@@ -68,13 +62,11 @@ class Auditor:
         )
 
     async def _carry_out(self, order: Audit) -> None:
-        files = _Files(
-            self._folder / f"audit-{order.audit}-inputs",
-            self._folder / f"audit-{order.audit}-computed",
-        )
+        inputs = self._folder / f"audit-{order.audit}-inputs"
+        computed = self._folder / f"audit-{order.audit}-computed"
         try:
             holding = self._able(order)
-            self._answer(order, await self._state(order, holding, files))
+            self._answer(order, await self._state(order, holding.worker, inputs, computed))
         except WorkerDied:
             self._answer(order, None, "the compute process has ended")
         except SwarmError as error:
@@ -82,8 +74,8 @@ class Auditor:
             self._answer(order, None, str(error))
         finally:
             self._in_hand -= 1
-            files.inputs.unlink(missing_ok=True)
-            files.computed.unlink(missing_ok=True)
+            inputs.unlink(missing_ok=True)
+            computed.unlink(missing_ok=True)
 
     def _able(self, order: Audit) -> Holding:
         """The held stage, if this peer can audit it."""
@@ -96,23 +88,25 @@ class Auditor:
             raise SwarmError(f"this peer does not work on step {order.step}")
         return holding
 
-    async def _state(self, order: Audit, holding: Holding, files: _Files) -> AuditStatement:
-        worker = holding.worker
+    async def _state(
+        self, order: Audit, worker: StageWorker, inputs: Path, computed: Path
+    ) -> AuditStatement:
         try:
-            await self._inputs.write_inputs(order, worker.sizes, files.inputs)
+            await self._inputs.write_inputs(order, worker.sizes, inputs)
         except TensorsWithheld as error:
             log.info("audit %d: %s", order.audit, error)
             return self._statement(order, None)
-        computed = None
+        shown = None
         if order.claimed is not None:
             try:
-                total = worker.sizes.computed_bytes(worker.own_elements + worker.tied_elements)
-                await self._inputs.write_computed(order, total, files.computed)
-                computed = files.computed
+                elements = worker.configured.own_elements + worker.configured.tied_elements
+                total = worker.sizes.computed_bytes(elements)
+                await self._inputs.write_computed(order, total, computed)
+                shown = computed
             except TensorsWithheld as error:
                 log.info("audit %d: %s", order.audit, error)
         done = await worker.audit(
-            order.step, order.microbatch, files.inputs, computed, order.claimed, order.secret
+            order.step, order.microbatch, inputs, shown, order.claimed, order.secret
         )
         return self._statement(order, done)
 

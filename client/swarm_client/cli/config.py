@@ -33,7 +33,7 @@ def get(name: str | None, home: Path | None, as_json: bool) -> None:
     path = preferences_path(home)
     layered = load(path)
     if name is None:
-        click.echo(_json(path) if as_json else _table(path, layered))
+        click.echo(json.dumps(shown(path, ()), indent=2) if as_json else _table(path, layered))
         return
     check_name(name, "swarm-client config get")
     value = _value_of(layered.preferences, name)
@@ -98,10 +98,6 @@ def _value_of(preferences: Preferences, name: str) -> object:
         days: dict[str, str] = getattr(preferences, head)
         return days.get(rest[0], getattr(preferences, head.removesuffix("_on")))
     return getattr(preferences, head)
-
-
-def _json(path: Path) -> str:
-    return json.dumps(shown(path, ()), indent=2)
 
 
 def _table(path: Path, layered: Layered) -> str:

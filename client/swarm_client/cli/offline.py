@@ -76,12 +76,13 @@ def doctor(
 
     from swarm_client.doctor.checkup import DoctorOptions, check_up, seconds_left
     from swarm_client.doctor.report import table
+    from swarm_client.machine.log_file import LOGGERS
     from swarm_shared.base.text import duration_text
 
     # What a person needs is in the table.
-    for name in ("swarm_client", "swarm_shared"):
-        logging.getLogger(name).addHandler(logging.NullHandler())
-        logging.getLogger(name).propagate = False
+    for logger in LOGGERS:
+        logger.addHandler(logging.NullHandler())
+        logger.propagate = False
     test_seconds = self_test_seconds if self_test else 0.0
     if sys.stderr.isatty():
         longest = duration_text(30.0 + test_seconds)

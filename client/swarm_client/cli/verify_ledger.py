@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 
+from swarm_client.cli.options import json_option, print_json
 from swarm_shared.base.errors import StorageError
 from swarm_shared.base.text import printable
 from swarm_shared.base.types import PeerId
@@ -15,8 +16,6 @@ from swarm_shared.credit.contributions import OwnerSums
 from swarm_shared.credit.ledger import MAX_LINE_BYTES, VerifiedLedger, verify_ledger
 from swarm_shared.trust.evidence import Judgement, Verdict
 from swarm_shared.trust.votes import Finding
-
-JSON_FORMAT = 1
 
 
 @click.command("verify-ledger")
@@ -26,7 +25,7 @@ JSON_FORMAT = 1
     metavar="PEER",
     help="Organiser's peer ID from your invite; by default the one in the ledger is trusted.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@json_option
 def verify_ledger_command(file: Path, organiser: str | None, as_json: bool) -> None:
     """Recompute every number and verdict of the ledger in FILE and name the first wrong line.
 
@@ -38,7 +37,7 @@ def verify_ledger_command(file: Path, organiser: str | None, as_json: bool) -> N
     """
     found = verify_ledger(_lines(file), None if organiser is None else PeerId(organiser))
     if as_json:
-        click.echo(json.dumps(_document(found)))
+        print_json(_document(found))
         return
     click.echo(
         f"every number is correct: {found.steps} steps of {found.name!r}, run {found.run[:12]}, "
@@ -76,9 +75,8 @@ def _sentence(verdict: Verdict, judgement: Judgement) -> str:
     )
 
 
-def _document(found: VerifiedLedger) -> dict[str, object]:
+def _document(found: VerifiedLedger) -> dict[str, Any]:
     return {
-        "version": JSON_FORMAT,
         "run": found.run,
         "organiser": found.organiser,
         "as_of": found.as_of,

@@ -184,7 +184,7 @@ async def examine(
     port: int,
     first: PeerObserver,
     others: Callable[[], Sequence[PeerObserver]],
-    mapper: PortMapper | None,
+    mapper: PortMapper,
 ) -> ReachabilityFinding:
     """One complete check, with the router's help if needed. Raises no expected error.
 
@@ -192,7 +192,7 @@ async def examine(
     opinion.
     """
     own = Interfaces.of_this_machine().hosts
-    mapping = mapper.mapping if mapper is not None else None
+    mapping = mapper.mapping
     ports = [port] if mapping is None else sorted({port, mapping.external_port})
     notes: list[str] = []
     sightings = await _observe(first, ports, notes)
@@ -201,8 +201,7 @@ async def examine(
     deciding = next((sighting for sighting in sightings if sighting.is_outside), None)
     found = judge(port, own, sightings, mapping, "; ".join(notes))
     if (
-        mapper is None
-        or deciding is None
+        deciding is None
         or deciding.observed is None
         or deciding.observed.ip.version != 4
         or found.behind_router is False
@@ -301,7 +300,7 @@ class ReachabilityWatch:
     port: int
     first: PeerObserver
     others: Callable[[], Sequence[PeerObserver]]
-    mapper: PortMapper | None
+    mapper: PortMapper
     on_change: Callable[[ReachabilityFinding], None]
     check_seconds: float = CHECK_INTERVAL_SECONDS
     settle_seconds: float = SETTLE_SECONDS

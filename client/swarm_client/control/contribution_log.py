@@ -9,6 +9,7 @@ observed.
 from __future__ import annotations
 
 import datetime
+from typing import Literal
 
 from pydantic import Field
 
@@ -16,7 +17,6 @@ from swarm_client.control.status_document import ContributionView
 from swarm_shared.base.clock import Clock, wall
 from swarm_shared.base.frozen_model import FrozenModel
 
-FORMAT = 1
 HALF_LIFE_DAYS = 7.0
 KEPT_DAYS = 400
 """Days kept: more than a year to plot; older credit remains in the sums."""
@@ -25,7 +25,7 @@ KEPT_DAYS = 400
 class ContributionLog(FrozenModel):
     """The sums, and the credit of each day."""
 
-    format: int = FORMAT
+    format: Literal[1] = 1
     microbatches: int = Field(default=0, ge=0)
     tokens: int = Field(default=0, ge=0)
     steps: int = Field(default=0, ge=0)

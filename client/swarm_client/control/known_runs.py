@@ -8,7 +8,7 @@ holds invites, whose tokens are secrets: it is private.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -19,7 +19,6 @@ from swarm_shared.base.atomic_file import PRIVATE_MODE
 from swarm_shared.base.errors import UsageError
 from swarm_shared.base.frozen_model import FrozenModel
 
-FORMAT = 1
 MAX_RUNS = 100
 """Maximum number of stored runs; the one joined longest ago is dropped first."""
 
@@ -39,7 +38,7 @@ class StoredPause(FrozenModel):
 class StoredRuns(FrozenModel):
     """The content of `runs.json`."""
 
-    format: int = FORMAT
+    format: Literal[1] = 1
     runs: tuple[StoredRun, ...] = ()
     chosen: str | None = None
     pause: StoredPause | None = None

@@ -43,7 +43,7 @@ from swarm_client.governor.governor import Governor
 from swarm_client.governor.probes.all import SystemProbes
 from swarm_client.governor.probes.readings import Readings
 from swarm_client.machine.home import Home
-from swarm_client.machine.log_file import write_log
+from swarm_client.machine.log_file import LOGGERS, write_log
 from swarm_client.machine.sd_notify import Notifier
 from swarm_client.membership.membership import Membership
 from swarm_client.preferences.control import shown
@@ -95,13 +95,13 @@ async def run_daemon(
     with home.locked():
         write_log(home)
         daemon = Daemon(home, report, foreground=first is not None, notifier=notifier)
-        logging.getLogger("swarm_client").addHandler(daemon.log_buffer)
-        logging.getLogger("swarm_shared").addHandler(daemon.log_buffer)
+        for logger in LOGGERS:
+            logger.addHandler(daemon.log_buffer)
         try:
             await daemon.run(first, resume=resume)
         finally:
-            logging.getLogger("swarm_client").removeHandler(daemon.log_buffer)
-            logging.getLogger("swarm_shared").removeHandler(daemon.log_buffer)
+            for logger in LOGGERS:
+                logger.removeHandler(daemon.log_buffer)
 
 
 class Daemon:
@@ -259,7 +259,7 @@ class Daemon:
         self.device_group, self.governor = device_group, governor
         self.failure = None
         if self._stored_runs.pause is not None:
-            device_group.suspend(SuspendReason.PAUSED_BY_USER, self._stored_runs.pause.until)
+            device_group.pause(self._stored_runs.pause.until)
 
     def _admitted(self, join: JoinArguments, membership: Membership) -> None:
         if self._target is join:
@@ -406,7 +406,7 @@ class Daemon:
         until = None if seconds is None else now + seconds
         self._store_runs(self._stored_runs.pausing(StoredPause(until=until)))
         if self.device_group is not None:
-            self.device_group.suspend(SuspendReason.PAUSED_BY_USER, until)
+            self.device_group.pause(until)
         self._wake()
         end = "until `swarm-client resume`" if until is None else f"until {clock_text(until, now)}"
         self.event(f"paused {end}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from functools import partial
 
 import trio
@@ -76,8 +76,7 @@ async def participate(
     """
     source = PreferenceSource(preferences_path(home.path), flags=join.preferences)
     devices = await _offered_devices(join, source)
-    bandwidth = Bandwidth()
-    probes = MachineProbes(home.path)
+    bandwidth, probes = Bandwidth(), MachineProbes(home.path)
     disk = DiskAllowance(probes.disk, source, home, invite.run_id)
     budget_bytes = data_budget_bytes(source.current.preferences)
     data_cache = LeafCache(home.data_folder(invite.run_id), budget_bytes)
@@ -102,22 +101,23 @@ async def participate(
             nursery.start_soon(_report_admission, volunteer, admitted)
             await _take_part(volunteer, device_group, nursery)
 
-    async with trio.open_nursery() as nursery:
-        async with trio.open_nursery() as lives:
-            for place, resources in enumerate(
-                _resources_per_device(join, home, identity, devices, source, report)
-            ):
-                lives.start_soon(live, place, resources)
-            await all_made.wait()
-            device_group = DeviceGroup([made[place] for place in range(len(devices))])
-            governor = Governor(
-                source, home, device_group, bandwidth, invite.run_id, report, probes
-            )
-            begun(device_group, governor)
-            await governor.tick()
-            nursery.start_soon(governor.run)
-            go.set()
-        nursery.cancel_scope.cancel()
+    with closing(data_cache):
+        async with trio.open_nursery() as nursery:
+            async with trio.open_nursery() as lives:
+                for place, resources in enumerate(
+                    _resources_per_device(join, home, identity, devices, source, report)
+                ):
+                    lives.start_soon(live, place, resources)
+                await all_made.wait()
+                device_group = DeviceGroup([made[place] for place in range(len(devices))])
+                governor = Governor(
+                    source, home, device_group, bandwidth, invite.run_id, report, probes
+                )
+                begun(device_group, governor)
+                await governor.tick()
+                nursery.start_soon(governor.run)
+                go.set()
+            nursery.cancel_scope.cancel()
     return device_group
 
 

@@ -15,7 +15,15 @@ from typing import Final
 
 import trio
 
-from swarm_client.machine.dbus import BusConnection, BusError, BusObject, Signal, take_descriptor
+from swarm_client.machine.dbus import (
+    LOGIND,
+    PROPERTIES_INTERFACE,
+    BusConnection,
+    BusError,
+    BusObject,
+    Signal,
+    take_descriptor,
+)
 
 ANSWER_SECONDS: Final = 1.0
 """Timeout of one query; a bus answers within some milliseconds."""
@@ -25,10 +33,7 @@ GOODBYE_SHARE: Final = 0.6
 """Part of logind's delay in which the coordinator may agree to the goodbye: 3 s of 5. The rest is
 for closing the sessions, at most 1 s, and for a machine whose cores are busy."""
 
-LOGIND: Final = BusObject(
-    "org.freedesktop.login1", "/org/freedesktop/login1", "org.freedesktop.login1.Manager"
-)
-PROPERTIES: Final = BusObject(LOGIND.service, LOGIND.path, "org.freedesktop.DBus.Properties")
+PROPERTIES: Final = BusObject(LOGIND.service, LOGIND.path, PROPERTIES_INTERFACE)
 BUS: Final = BusObject("org.freedesktop.DBus", "/org/freedesktop/DBus", "org.freedesktop.DBus")
 
 log = logging.getLogger(__name__)

@@ -176,7 +176,7 @@ class StatusBuilder:
         return StatusFacts(
             leaving=attachment.leaving,
             suspension=volunteer.suspended or facts.suspension,
-            attached=attachment.session is not None,
+            attached=attachment.attached,
             problem=None if problem is None else attachment.explain(problem),
             loading_stage=volunteer.loading_stage,
             stage=None if holding is None else holding.stage,
@@ -252,7 +252,7 @@ def run_view(volunteer: Volunteer) -> RunView:
     return RunView(
         id=volunteer.context.invite.run_id,
         name="" if membership is None else membership.manifest.name,
-        coordinator_attached=volunteer.attachment.session is not None,
+        coordinator_attached=volunteer.attachment.attached,
         steps=0 if membership is None else membership.manifest.training.steps,
         version=version if news is None else max(version, news.version),
         loss=None if news is None else news.loss,

@@ -35,7 +35,7 @@ from enum import StrEnum
 from pathlib import Path
 
 import psutil
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from swarm_shared.base.errors import ConfigurationError
 from swarm_shared.base.frozen_model import FrozenModel
@@ -133,7 +133,7 @@ class FaultInjector:
         self._reload()
 
     def claimed(
-        self, phase: FaultPoint, step: int | None, actions: Container[FaultAction]
+        self, phase: FaultPoint, step: int, actions: Container[FaultAction]
     ) -> Iterator[Fault]:
         """The faults of these actions that are due here and that no other process has claimed."""
         self._reload()
@@ -153,7 +153,7 @@ class FaultInjector:
             seen = (status.st_mtime_ns, status.st_ino)
             if seen == self._read:
                 return
-            plan = TypeAdapter(_FaultPlan).validate_json(self._plan.read_bytes())
+            plan = _FaultPlan.model_validate_json(self._plan.read_bytes())
         except (OSError, ValidationError) as error:
             raise ConfigurationError(
                 f"{PLAN_VARIABLE} names {self._plan}, which is not a valid fault plan ({error}); "
@@ -161,7 +161,7 @@ class FaultInjector:
             ) from error
         self._faults, self._read = plan.faults, seen
 
-    def _claim(self, fault: Fault, step: int | None) -> bool:
+    def _claim(self, fault: Fault, step: int) -> bool:
         """Whether this process is the first to claim the fault. The file is complete before it gets
         its name."""
         if fault.repeats:
@@ -241,31 +241,29 @@ def activate(peer: str | None, daemon_pid: int) -> FaultInjector | None:
     return active
 
 
-def inject(phase: FaultPoint, step: int | None) -> None:
+def inject(phase: FaultPoint, step: int) -> None:
     """A point where this process may die, freeze, or lose its disk or clock."""
     if active is not None:
         for fault in active.claimed(phase, step, HERE_ACTIONS):
             active.carry_out(fault)
 
 
-def inject_outage(phase: FaultPoint, step: int | None) -> None:
+def inject_outage(phase: FaultPoint, step: int) -> None:
     """A point where the daemon may lose its network."""
     if active is not None and active.drop_network is not None:
         for fault in active.claimed(phase, step, {FaultAction.PARTITION}):
             active.drop_network(fault.seconds)
 
 
-def corrupt(
-    phase: FaultPoint, step: int | None, tensor: memoryview | None, *, as_float64: bool = False
-) -> None:
+def corrupt(phase: FaultPoint, step: int, tensor: memoryview, *, as_float64: bool = False) -> None:
     """A point where a float tensor may be altered in place; `as_float64`: its elements are
     float64."""
-    if active is not None and tensor is not None and tensor.nbytes:
+    if active is not None and tensor.nbytes:
         for fault in active.claimed(phase, step, CORRUPTING_ACTIONS):
             _alter(fault.action, tensor, as_float64)
 
 
-def corrupt_file(phase: FaultPoint, step: int | None, path: Path) -> None:
+def corrupt_file(phase: FaultPoint, step: int, path: Path) -> None:
     """A point where the first number of a file of tensors (safetensors) may be altered in place."""
     if active is not None:
         with (

@@ -67,9 +67,9 @@ class DiskAllowance:
             )
 
 
-def unused_caches(home: Home, current: RunId | None) -> list[Path]:
+def unused_caches(home: Home, current: RunId) -> list[Path]:
     """Folders of other runs that have caches, the longest unused first."""
-    kept = home.run_folder(current).name if current is not None else None
+    kept = home.run_folder(current).name
     found: list[tuple[float, Path]] = []
     for folder in (*home.path.glob("runs/*"), *home.path.glob("devices/*/runs/*")):
         if folder.name == kept or not folder.is_dir():
@@ -80,11 +80,11 @@ def unused_caches(home: Home, current: RunId | None) -> list[Path]:
     return [folder for _, folder in sorted(found)]
 
 
-def make_room(home: Home, current: RunId | None, missing_disk_bytes: float) -> int:
+def make_room(home: Home, current: RunId, missing_bytes: float) -> int:
     """Remove caches until `missing_bytes` are freed or none is left; return the bytes freed."""
     freed = 0
     for folder in unused_caches(home, current):
-        if freed >= missing_disk_bytes:
+        if freed >= missing_bytes:
             break
         for name in CACHES:
             cache = folder / name

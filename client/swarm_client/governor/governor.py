@@ -89,9 +89,9 @@ class Governor:
         home: Home,
         device_group: DeviceGroup,
         bandwidth: Bandwidth,
-        run: RunId | None,
+        run: RunId,
         report: Report,
-        probes: MachineProbes | None = None,
+        probes: MachineProbes,
         wall: Callable[[], float] = time.time,
     ) -> None:
         self.source = source
@@ -101,7 +101,7 @@ class Governor:
         self._bandwidth = bandwidth
         self._run = run
         self._report = report
-        self._probes = probes or MachineProbes(home.path)
+        self._probes = probes
         self._wall = wall
         self._binding = ProcessBinding(self._probes.process_tree)
         self._transfer_counts = TransferCounts(home.path)

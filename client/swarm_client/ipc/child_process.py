@@ -10,7 +10,6 @@ for a blocking child, `TrioLink` for the daemon. Does not own requests and answe
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import math
 import os
 import select
@@ -28,6 +27,7 @@ import anyio.to_thread
 import trio
 from pydantic import TypeAdapter
 
+from swarm_client.ipc.parent_death import end_with_parent
 from swarm_shared.base.errors import LinkClosed
 from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.json_messages import MessageT, PrefixedDecoder, encode_prefixed
@@ -37,11 +37,11 @@ RECEIVE_BYTES = 64 * 2**10
 
 MAX_POLL_SECONDS = 24 * 3600.0
 """Longest wait given to poll, which counts milliseconds in 32 bits."""
+MAX_LOG_BYTES = 4 * 2**20
+"""Size of a child's log, in bytes, above which the next child begins another one."""
 CLOSE_GRACE_SECONDS = 3.0
 """Seconds that a child has to end once its socket is closed. A computing worker notices the closing
 only after its computation."""
-
-_PR_SET_PDEATHSIG = 1  # include/uapi/linux/prctl.h
 
 
 class SyncLink(Generic[MessageT]):
@@ -142,9 +142,8 @@ def prepare_child_process() -> None:
     """Make this process end with its parent and ignore Ctrl-C. The first call of a child."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _exit_on_signal)
-    if sys.platform == "linux":
-        # On other systems, and if the parent died before this line, the end of the socket does it.
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    # On other systems, and if the parent died before this line, the end of the socket does it.
+    end_with_parent(signal.SIGTERM)
 
 
 def inherited_link(descriptor: int, incoming: TypeAdapter[MessageT]) -> SyncLink[MessageT]:
@@ -179,7 +178,11 @@ class ChildProcess(Generic[MessageT]):
 
 
 def _opened_log(path: Path) -> BinaryIO:
+    """A long log is renamed to `.log.1`, in place of the one before."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        if path.stat().st_size > MAX_LOG_BYTES:
+            path.replace(path.with_suffix(".log.1"))
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab")
 
 

@@ -130,18 +130,16 @@ def attach(name: str) -> Segment:
     raise StorageError(f"there is no shared memory called {name}; its creator has ended")
 
 
-def unlink_stale(prefix: str) -> int:
+def unlink_stale(prefix: str) -> None:
     """Remove the segments whose names begin with `prefix` and that no living process has open.
 
-    For the daemon's start: a killed process cannot clean up after itself. Returns their number.
+    For the daemon's start: a killed process cannot clean up after itself.
     """
     _check_name(prefix)
-    removed = 0
     for folder in segment_folders():
         for path in folder.glob(f"{prefix}*"):
             with contextlib.suppress(OSError):
-                removed += _unlink_if_unused(path)
-    return removed
+                _unlink_if_unused(path)
 
 
 def _check_name(name: str) -> None:
@@ -172,13 +170,11 @@ def _reserve(descriptor: int, nbytes: int) -> None:
         os.ftruncate(descriptor, nbytes)
 
 
-def _unlink_if_unused(path: Path) -> int:
+def _unlink_if_unused(path: Path) -> None:
+    """BlockingIOError when a living process has it open."""
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         path.unlink()
-        return 1
-    except BlockingIOError:
-        return 0
     finally:
         os.close(descriptor)

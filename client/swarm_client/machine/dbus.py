@@ -61,14 +61,17 @@ class BusObject:
     path: str
     interface: str
 
-    @property
-    def _address(self) -> Any:
-        return DBusAddress(self.path, bus_name=self.service, interface=self.interface)
-
     def call(self, member: str, signature: str, arguments: tuple[Any, ...]) -> Any:
-        message = new_method_call(self._address, member, signature or None, arguments)
+        address = DBusAddress(self.path, bus_name=self.service, interface=self.interface)
+        message = new_method_call(address, member, signature or None, arguments)
         message.header.flags |= MessageFlag.no_auto_start
         return message
+
+
+LOGIND: Final = BusObject(
+    "org.freedesktop.login1", "/org/freedesktop/login1", "org.freedesktop.login1.Manager"
+)
+PROPERTIES_INTERFACE: Final = "org.freedesktop.DBus.Properties"
 
 
 @dataclass(frozen=True, slots=True)

@@ -161,7 +161,9 @@ def _share(devices: Sequence[Device], place: int) -> Device:
     sharers = [at for at, other in enumerate(devices) if other.name == device.name]
     in_one_memory = len(sharers)
     if device.host_bytes is not None:
-        device = replace(device, host_bytes=device.host_bytes // len(devices))
+        # Each reading is of another moment.
+        least = min(other.host_bytes for other in devices if other.host_bytes is not None)
+        device = replace(device, host_bytes=least // len(devices))
     else:  # devices that compute in the host's memory, of whatever name
         in_one_memory = sum(other.host_bytes is None for other in devices)
     device = replace(device, memory_bytes=device.memory_bytes // in_one_memory)

@@ -88,14 +88,10 @@ class Home:
 
     def remembered_port(self) -> int | None:
         """The port of the last start; None at the first one, or when the file is damaged."""
-        try:
-            port = int((self.path / "port").read_text())
-        except (OSError, ValueError):
-            return None
-        return port if 0 < port < 65_536 else None
+        return read_port(self.path / "port")
 
     def remember_port(self, port: int) -> None:
-        write_atomically(self.path / "port", f"{port}\n".encode())
+        write_port(self.path / "port", port)
 
     def run_folder(self, run: RunId) -> Path:
         return self.path / "runs" / run[:16]
@@ -125,6 +121,20 @@ class Home:
             yield
         finally:
             os.close(handle)
+
+
+def read_port(path: Path) -> int | None:
+    """The port in a file; None when there is no such file, or when it is damaged."""
+    try:
+        port = int(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return port if 0 < port < 65_536 else None
+
+
+def write_port(path: Path, port: int) -> None:
+    """StorageError when the file cannot be written."""
+    write_atomically(path, f"{port}\n".encode())
 
 
 def snapshot_item(version: Version, stage: StageIndex) -> str:

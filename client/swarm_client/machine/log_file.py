@@ -8,6 +8,8 @@ import logging.handlers
 from swarm_client.machine.home import Home
 
 LOG_BYTES = 5 * 2**20
+LOGGERS = (logging.getLogger("swarm_client"), logging.getLogger("swarm_shared"))
+"""Those of the program's packages, above all of its loggers."""
 
 
 class LogFile(logging.handlers.RotatingFileHandler):
@@ -20,8 +22,7 @@ def write_log(home: Home) -> None:
     """Send details for a bug report to the volunteer's own folder, never to the terminal."""
     handler = LogFile(home.log_folder / "client.log", maxBytes=LOG_BYTES, backupCount=2)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    for name in ("swarm_client", "swarm_shared"):
-        logger = logging.getLogger(name)
+    for logger in LOGGERS:
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
         logger.propagate = False

@@ -16,10 +16,10 @@ import trio
 from swarm_client.membership.roster import RosterView
 from swarm_client.pipeline.edge import Edge, EdgeAnswer, EdgeRefused
 from swarm_client.pipeline.mask_client import MaskClient
-from swarm_client.stage.handle.slots import Buffer
 from swarm_shared.base.errors import LinkClosed, NetworkError, ProtocolError, SwarmError
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
 from swarm_shared.protocol import Forward, PeerRecord
+from swarm_shared.protocol.framing import Buffer
 from swarm_shared.scheduling.routing import StageRouting
 from swarm_shared.volunteer_rules.delivery import (
     Abandoned,

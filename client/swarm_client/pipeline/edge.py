@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import trio
 
 from swarm_client.pipeline.local_stream import LocalStream
-from swarm_client.stage.handle.slots import Buffer
 from swarm_shared.base.errors import LinkClosed, ProtocolError, SwarmError
 from swarm_shared.base.types import PeerId
 from swarm_shared.network import FramedStream
@@ -31,6 +30,7 @@ from swarm_shared.protocol import (
     parse,
     stage_answers,
 )
+from swarm_shared.protocol.framing import Buffer
 
 HELLO_SECONDS = 10.0
 """Timeout of the answer to a stage hello."""

@@ -12,10 +12,10 @@ from typing import ClassVar
 
 import trio
 
-from swarm_client.stage.handle.slots import Buffer
 from swarm_shared.base.errors import LinkClosed, LinkTimeout
 from swarm_shared.base.types import PeerId
 from swarm_shared.network import Frame, FrameLimits
+from swarm_shared.protocol.framing import Buffer
 
 FRAMES_BUFFERED = 16
 """More than the credits of one edge, so that a writer hardly ever waits."""
@@ -23,7 +23,8 @@ FRAMES_BUFFERED = 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalStream:
-    """One end of a pair made by `local_pair`; has the methods of a FramedStream."""
+    """One end of a pair made by `local_pair`; has those methods of a FramedStream that edges and
+    stage servers use."""
 
     remote: PeerId
     put: trio.MemorySendChannel[Frame]
@@ -35,7 +36,6 @@ class LocalStream:
         self,
         header: bytes,
         payload: Buffer | Sequence[Buffer] = b"",
-        timeout_seconds: float | None = None,
         *,
         stall_seconds: float | None = None,
     ) -> None:
@@ -43,7 +43,7 @@ class LocalStream:
         # Copied, as over a network: the sender's buffer is free again when this returns.
         frame = Frame(header, bytearray().join(parts))
         try:
-            with trio.fail_after(min(_limit(timeout_seconds), _limit(stall_seconds))):
+            with trio.fail_after(_limit(stall_seconds)):
                 await self.put.send(frame)
         except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
             raise LinkClosed("the local link is closed") from error

@@ -21,10 +21,7 @@ class Pipeline:
         self.masks = MaskClient(member.coordinator)
         self.trainer = Trainer(member.coordinator, member.nursery)
         self._uplink = UplinkShare(member.node.bandwidth, all_reduce_bytes)
-        self.server = StageServer(
-            member.membership, member.gate, self._uplink, member.coordinator,
-            member.node.peer_id, member.nursery,
-        )  # fmt: skip
+        self.server = StageServer(member, self._uplink)
         self.links = StageLinks(member, self.server, self.masks)
 
     @property

@@ -23,15 +23,13 @@ import trio
 
 from swarm_client.fault_injection import faults
 from swarm_client.fault_injection.faults import FaultPoint
-from swarm_client.membership.admission_gate import AdmissionGate
-from swarm_client.membership.coordinator_link import CoordinatorLink
-from swarm_client.membership.membership import CurrentMembership
+from swarm_client.membership.member_context import MemberContext
 from swarm_client.pipeline.downstream import Downstream, MicrobatchAbandoned, MicrobatchRequest
 from swarm_client.pipeline.edge import HELLO_SECONDS, EdgeAnswer, Stream
 from swarm_client.pipeline.held_stage import Holding
 from swarm_client.pipeline.tickets import TicketCheck
 from swarm_client.pipeline.uplink_share import UplinkShare
-from swarm_client.stage.handle.slots import Buffer, Output
+from swarm_client.stage.handle.slots import Output
 from swarm_client.stage.protocol.errors import RequestFailed, WorkerDied
 from swarm_client.stage.protocol.slot_sizes import TOKEN_BYTES
 from swarm_shared.base.errors import AdmissionError, LinkClosed, ProtocolError, SwarmError
@@ -52,6 +50,7 @@ from swarm_shared.protocol import (
     parse,
     stage_requests,
 )
+from swarm_shared.protocol.framing import Buffer
 from swarm_shared.run.manifest import Manifest
 from swarm_shared.volunteer_rules.stage_account import Computation
 
@@ -85,14 +84,9 @@ def stage_limits(manifest: Manifest) -> FrameLimits:
 class StageServer:
     """Handler of the stage protocol."""
 
-    membership: CurrentMembership
-    gate: AdmissionGate
+    member: MemberContext
+    """Its nursery runs what is left of a microbatch when its sender has the answer."""
     uplink: UplinkShare
-    coordinator: CoordinatorLink
-    peer: PeerId
-    """This peer."""
-    nursery: trio.Nursery
-    """Runs what is left of a microbatch when its sender has the answer."""
     holding: Holding | None = field(default=None, init=False)
     """The stage that is served now; set by the stage manager."""
     paused: bool = field(default=False, init=False)
@@ -105,7 +99,7 @@ class StageServer:
     """Scopes of the microbatches in flight, from before the forward to the gradient."""
 
     def __post_init__(self) -> None:
-        self._tickets = TicketCheck(self.membership)
+        self._tickets = TicketCheck(self.member.membership)
 
     def hand_back(self) -> None:
         """While paused: cancel what is in flight, so that senders give it to other peers."""
@@ -156,14 +150,14 @@ class StageServer:
         hello = parse(stage_requests, frame.header)
         if not isinstance(hello, StageHello):
             raise ProtocolError(f"{stream.remote} did not begin with a hello")
-        membership, holding = self.membership.now, self.holding
+        membership, holding = self.member.membership.now, self.holding
         if holding is None:
             refusal = StageRefused(
                 reason=RefusalReason.WRONG_STEP, detail="this peer holds no stage now"
             )
         else:
             try:
-                self.gate.check(stream.remote, hello.run, hello.certificate)
+                self.member.gate.check(stream.remote, hello.run, hello.certificate)
             except AdmissionError as error:
                 refusal = StageRefused(reason=RefusalReason.NOT_ADMITTED, detail=str(error)[:500])
             else:
@@ -205,15 +199,15 @@ class StageServer:
             return StageRefused(request=message.request, reason=reason, detail=detail[:500])
 
         try:
-            self.gate.check_not_revoked(stream.remote)
+            self.member.gate.check_not_revoked(stream.remote)
         except AdmissionError as error:
             return refuse(RefusalReason.NOT_ADMITTED, str(error))
-        manifest, holding = self.membership.now.manifest, self.holding
+        manifest, holding = self.member.membership.now.manifest, self.holding
         if holding is None or holding.stage != message.stage:
             return refuse(RefusalReason.WRONG_STEP, "this peer holds another stage")
         if not holding.account.works_on(message.step):
             return refuse(RefusalReason.WRONG_STEP, f"this peer works on step {holding.step}")
-        if not self.gate.may_send(stream.remote, message.stage):
+        if not self.member.gate.may_send(stream.remote, message.stage):
             # Wrong step rather than not admitted: the newer roster may not have arrived yet.
             return refuse(
                 RefusalReason.WRONG_STEP, "the roster has the sender in no preceding stage"
@@ -250,8 +244,8 @@ class StageServer:
         header, gradient, step = answer.header, answer.gradient, work.message.step
         update: dict[str, object] = {"uplink_seconds": self.uplink.microbatch_seconds(work.holding)}
         if gradient.owed:
-            update["owing"] = (*header.owing, self.peer)
-            self.nursery.start_soon(self._count_later, stream.remote, work, answer)
+            update["owing"] = (*header.owing, self.member.node.peer_id)
+            self.member.nursery.start_soon(self._count_later, stream.remote, work, answer)
         header = header.model_copy(update=update)
         faults.inject_outage(FaultPoint.RECEIPT, step)
         faults.inject(FaultPoint.RECEIPT, step)
@@ -279,14 +273,16 @@ class StageServer:
         finally:
             holding.owed -= 1
         if not counted:
-            self.coordinator.send(NotCounted(step=message.step, microbatches=(message.microbatch,)))
+            self.member.coordinator.send(
+                NotCounted(step=message.step, microbatches=(message.microbatch,))
+            )
         # Without a session they stay unreported: one that is being opened has sent its Hello, with
         # the receipts of before, and reports these next.
-        if not holding.owed and self.holding is holding and self.coordinator.attached:
+        if not holding.owed and self.holding is holding and self.member.coordinator.attached:
             # The close of the step may wait for these.
             batch = holding.account.take_unreported()
             if batch:
-                self.coordinator.send(Receipts(receipts=batch))
+                self.member.coordinator.send(Receipts(receipts=batch))
 
     def _report_failure(
         self, sender: PeerId, holding: Holding, message: Forward, error: SwarmError
@@ -295,7 +291,7 @@ class StageServer:
         which the memory did not suffice."""
         code = error.code if isinstance(error, RequestFailed) else ""
         if code == "not_finite":
-            self.coordinator.send(
+            self.member.coordinator.send(
                 NotFinite(step=message.step, microbatch=message.microbatch, sender=sender)
             )
         elif code == "out_of_memory":

@@ -9,13 +9,13 @@ from __future__ import annotations
 from functools import lru_cache
 
 from swarm_client.membership.membership import CurrentMembership
-from swarm_client.stage.handle.slots import Buffer
 from swarm_client.stage.protocol.slot_sizes import TOKEN_BYTES
 from swarm_shared.base.errors import AdmissionError, FrameError, SignatureError
 from swarm_shared.base.types import PeerId
 from swarm_shared.identity.signing import decode_envelope
 from swarm_shared.identity.work_statements import LeaseTicket, wire_digest
 from swarm_shared.protocol import Forward
+from swarm_shared.protocol.framing import Buffer
 
 VERIFIED_TICKETS = 4096
 """Tickets whose signatures are remembered: a microbatch may come several times."""

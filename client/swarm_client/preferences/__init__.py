@@ -4,16 +4,7 @@
 value (flag, environment, file, default), `file` about the commented TOML file and its editing.
 """
 
-from swarm_client.preferences.hours import Hours
-from swarm_client.preferences.layers import Layered, Origin, PreferenceSource, load
+from swarm_client.preferences.layers import PreferenceSource
 from swarm_client.preferences.model import GpuPreferences, Preferences
 
-__all__ = [
-    "GpuPreferences",
-    "Hours",
-    "Layered",
-    "Origin",
-    "PreferenceSource",
-    "Preferences",
-    "load",
-]
+__all__ = ["GpuPreferences", "PreferenceSource", "Preferences"]

@@ -261,7 +261,7 @@ class PreferenceSource:
     def __init__(
         self, path: Path, environment: Mapping[str, str] | None = None, flags: Sequence[str] = ()
     ) -> None:
-        self.path = path
+        self._path = path
         self._environment = environment
         self._flags = tuple(flags)
         self._seen = _stamp(path)
@@ -269,13 +269,12 @@ class PreferenceSource:
 
     def changed(self) -> bool:
         """Whether the file has changed since the last load or attempt."""
-        return _stamp(self.path) != self._seen
+        return _stamp(self._path) != self._seen
 
-    def reload(self) -> Layered:
+    def reload(self) -> None:
         """Load again. When that fails, the previous values stay."""
-        self._seen = _stamp(self.path)
-        self.current = load(self.path, self._environment, self._flags)
-        return self.current
+        self._seen = _stamp(self._path)
+        self.current = load(self._path, self._environment, self._flags)
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:

@@ -37,7 +37,7 @@ class DeviceGroup:
     def reporting_device(self) -> Volunteer:
         """The volunteer whose view of the run is reported: one with a session, if there is one."""
         those = tuple(self.active) or self.volunteers
-        return next((one for one in those if one.attachment.session is not None), those[0])
+        return next((one for one in those if one.attachment.attached), those[0])
 
     @property
     def finished(self) -> bool:
@@ -49,7 +49,7 @@ class DeviceGroup:
 
     @property
     def attached(self) -> bool:
-        return any(one.attachment.session is not None for one in self.active)
+        return any(one.attachment.attached for one in self.active)
 
     @property
     def suspended(self) -> Suspension | None:
@@ -62,9 +62,10 @@ class DeviceGroup:
             return own[0]
         return known[0] if known and len(known) == len(found) else None
 
-    def suspend(self, reason: SuspendReason, until: float | None = None) -> None:
+    def pause(self, until: float | None) -> None:
+        """Begin the user's pause; `until` in Unix seconds, None for one that `resume` ends."""
         for one in self.active:
-            one.suspend(reason, until)
+            one.suspend(SuspendReason.PAUSED_BY_USER, until)
 
     def resume(self) -> None:
         """End the user's pause. Devices suspended for another reason stay suspended."""

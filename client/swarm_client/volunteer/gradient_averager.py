@@ -14,18 +14,16 @@ from typing import Literal
 
 import trio
 
-from swarm_client.averaging.all_reduce.codec import Totals, dtype_of
 from swarm_client.averaging.all_reduce.errors import RoundFailed, RoundFailure
+from swarm_client.averaging.all_reduce.in_memory import all_reduce_in_memory
 from swarm_client.averaging.all_reduce.member_link import abort_frame
 from swarm_client.averaging.all_reduce.plan import RoundSpec, partition, round_tag
 from swarm_client.averaging.all_reduce.received import ReceivedPieces
-from swarm_client.averaging.all_reduce.reduce import all_reduce
 from swarm_client.averaging.all_reduce.routes import Route, RouteFault, StreamTraffic
 from swarm_client.averaging.all_reduce.stream_race import MAX_OPENING_SECONDS
 from swarm_client.averaging.handle.host_carrier import Libp2pAveraging
 from swarm_client.averaging.handle.supervisor import AveragingWorker
 from swarm_client.averaging.protocol.messages import DigestReceived, SetMembership, StartRound
-from swarm_client.ipc import shared_memory
 from swarm_client.membership.roster import RosterView
 from swarm_client.stage.handle.worker_handle import StageWorker
 from swarm_client.volunteer.averaging_routes import AveragingRoutes
@@ -150,7 +148,7 @@ class GroupAverager:
             self._forget()
             self._attempt = step, attempt
         spec = self._spec(worker, step, attempt, reduction)
-        offset = 0 if reduction.part == "own" else worker.own_elements
+        offset = 0 if reduction.part == "own" else worker.configured.own_elements
         try:
             if self.worker.available and len(reduction.members) > 1:
                 await self._in_worker(worker, spec, offset)
@@ -163,13 +161,13 @@ class GroupAverager:
     def _spec(
         self, worker: StageWorker, step: Step, attempt: int, reduction: Reduction
     ) -> RoundSpec:
-        own = reduction.part == "own"
+        own, configured = reduction.part == "own", worker.configured
         where = "tied" if not own else str(worker.stage)
         return RoundSpec(
             f"{self._run[:16]}/{step}/{attempt}/{where}",
             reduction.members,
             self._identity.peer_id,
-            worker.own_elements if own else worker.tied_elements,
+            configured.own_elements if own else configured.tied_elements,
             tuple(map(float, reduction.weights)) or None,
             codec=self.codec,
         )
@@ -226,8 +224,8 @@ class GroupAverager:
         request = StartRound(
             spec=spec,
             members=self._routes.members(spec.members),
-            source_shm_name=worker.gradients_name,
-            result_shm_name=worker.result_name,
+            source_shm_name=worker.configured.gradients_name,
+            result_shm_name=worker.configured.result_name,
             offset_elements=offset,
             stall_seconds=self.stall_seconds,
             join_seconds=self.stall_seconds + MAX_OPENING_SECONDS,
@@ -255,23 +253,13 @@ class GroupAverager:
         self._record_outcome(spec, done.links, done.faults, done=True)
 
     async def _in_daemon(self, worker: StageWorker, spec: RoundSpec, offset: int) -> None:
-        received = ReceivedPieces.of(spec)
-        with (
-            shared_memory.attach(worker.gradients_name) as source,
-            shared_memory.attach(worker.result_name) as result,
-            self.worker.round_in_daemon(spec.round_id, self._routes.p2pds(spec.members)),
-        ):
-            links = await all_reduce(
-                spec,
-                self._host,
-                _totals(source, spec, offset),
-                _totals(result, spec, offset),
+        with self.worker.round_in_daemon(spec.round_id, self._routes.p2pds(spec.members)):
+            links = await all_reduce_in_memory(
+                spec, self._host, worker.configured.gradients_name,
+                worker.configured.result_name, offset, self._received,
                 stall_seconds=self.stall_seconds,
                 join_seconds=self.stall_seconds + MAX_OPENING_SECONDS,
-                received=received,
-            )
-        if received is not None:
-            self._received[spec.round_id] = received
+            )  # fmt: skip
         self._record_outcome(spec, links, (), done=True)
 
     def _record_outcome(
@@ -308,8 +296,3 @@ class GroupAverager:
             used = {link.route for link in error.links if link.peer == culprit}
             faults += [RouteFault(culprit, r, error.reason) for r in used if r.over_p2pd]
         return faults
-
-
-def _totals(segment: shared_memory.Segment, spec: RoundSpec, offset: int) -> Totals:
-    dtype = dtype_of(spec.codec)
-    return segment.array(dtype, spec.elements, offset * dtype.itemsize).view(dtype)

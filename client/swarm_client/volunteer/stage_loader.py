@@ -137,11 +137,11 @@ class StageLoader:
                 )
             if is_fresh:
                 return worker.configured.digest
-            return (await worker.reinitialise(assignment.version)).digest
+            return await worker.reinitialise(assignment.version)
         path = await self._fetch(assignment)
         faults.corrupt_file(FaultPoint.STATE_DOWNLOAD, assignment.version + 1, path)
         try:
-            return (await worker.load_state(path, assignment.version)).digest
+            return await worker.load_state(path, assignment.version)
         finally:
             path.unlink(missing_ok=True)
 

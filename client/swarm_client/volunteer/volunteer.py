@@ -125,7 +125,7 @@ class Volunteer:
         """Publish this peer in hivemind's DHT; look other members up while the coordinator is
         absent."""
         await self._directory.run(
-            self._directory_record, lambda: self.attachment.session is None, self.roster.refresh
+            self._directory_record, lambda: not self.attachment.attached, self.roster.refresh
         )
 
     def _directory_record(self) -> PeerRecord | None:

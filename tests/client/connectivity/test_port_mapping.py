@@ -224,7 +224,7 @@ async def test_a_router_maps_the_port_that_was_asked_for() -> None:
     router = Router()
     async with running(router) as mapper:
         mapping = await mapper.map(4001)
-    assert mapping == Mapping(OUTSIDE, 4001, 4001, 7200, "nat-pmp")
+    assert mapping == Mapping(OUTSIDE, 4001, 4001, "nat-pmp")
     assert mapping.multiaddr == f"/ip4/{OUTSIDE}/tcp/4001"
     assert mapper.problem == ""
 
@@ -233,7 +233,7 @@ async def test_a_router_may_choose_another_port_and_a_shorter_life() -> None:
     router = Router(external_port=50_123, lifetime_seconds=60)
     async with running(router) as mapper:
         mapping = await mapper.map(4001)
-    assert mapping == Mapping(OUTSIDE, 50_123, 4001, 60, "nat-pmp")
+    assert mapping == Mapping(OUTSIDE, 50_123, 4001, "nat-pmp")
 
 
 @pytest.mark.parametrize("external", ["192.168.0.17", "100.64.1.1", "10.1.1.1", "0.0.0.0"])

@@ -45,7 +45,7 @@ PORT = 4001
 OUTSIDE = ipaddress.ip_address("1.2.3.4")
 HOME = frozenset({ipaddress.ip_address("192.168.1.7"), ipaddress.ip_address("127.0.0.1")})
 FIRST, SECOND = PeerId("first-observer"), PeerId("second-observer")
-MAPPING = Mapping(str(OUTSIDE), 4777, PORT, 7200, "nat-pmp")
+MAPPING = Mapping(str(OUTSIDE), 4777, PORT, "nat-pmp")
 
 
 def sighting(
@@ -80,7 +80,7 @@ def test_who_is_reached_through_the_router_alone_is_mapped() -> None:
 
 
 def test_a_routers_promise_alone_is_worth_nothing() -> None:
-    elsewhere = Mapping("5.6.7.8", 4777, PORT, 7200, "upnp")
+    elsewhere = Mapping("5.6.7.8", 4777, PORT, "upnp")
     for seen, mapping in (([sighting()], MAPPING), ([sighting(4777)], elsewhere)):
         found = judge(PORT, HOME, seen, mapping)
         assert found.reachability is Reachability.BEHIND_NAT
@@ -241,7 +241,7 @@ async def test_a_mapping_that_leads_nowhere_is_given_back() -> None:
 
 
 async def test_another_address_at_the_router_than_outside_is_double_nat() -> None:
-    mapper = Router(Mapping("5.6.7.8", 4777, PORT, 7200, "upnp"))
+    mapper = Router(Mapping("5.6.7.8", 4777, PORT, "upnp"))
     found = await examine(PORT, Scripted([sighting()]), no_observers, mapper)
     assert "double NAT" in found.note
     assert "5.6.7.8" in found.note
@@ -267,9 +267,9 @@ async def test_a_second_observer_is_asked_and_may_fail() -> None:
     second: Any = Scripted([sighting(by=SECOND, mapped=6001)], SECOND)
     broken: Any = Scripted([AdmissionError("not you")], PeerId("broken"))
     first = Scripted([sighting(mapped=6000)])
-    found = await examine(PORT, first, lambda: [broken, second], None)
+    found = await examine(PORT, first, lambda: [broken, second], Router(None))
     assert found.endpoint_independent is False
-    found = await examine(PORT, first, lambda: [broken], None)
+    found = await examine(PORT, first, lambda: [broken], Router(None))
     assert found.endpoint_independent is None
     assert found.note == ""
 
@@ -286,10 +286,10 @@ async def test_without_the_coordinator_a_volunteer_decides() -> None:
 
 async def test_an_observer_without_time_is_asked_once_more() -> None:
     first = Scripted([ProbeBusy("busy", 0.01), sighting(PORT)])
-    found = await examine(PORT, first, no_observers, None)
+    found = await examine(PORT, first, no_observers, Router(None))
     assert found.reachability is Reachability.PUBLIC
     first = Scripted([ProbeBusy("busy", 600.0)])
-    found = await examine(PORT, first, no_observers, None)
+    found = await examine(PORT, first, no_observers, Router(None))
     assert found.reachability is Reachability.UNKNOWN
     assert first.ports == [(PORT,)]
 
@@ -310,7 +310,7 @@ async def test_two_nodes_of_one_machine_know_nothing_of_the_internet() -> None:
         assert seen.observed is not None
         assert not seen.is_outside
         assert seen.mapped == Endpoint(ipaddress.ip_address("127.0.0.1"), port)
-        found = await examine(port, observer, no_observers, None)
+        found = await examine(port, observer, no_observers, Router(None))
     assert found.reachability is Reachability.UNKNOWN
 
 
@@ -351,7 +351,7 @@ class Told:
 
 async def test_a_changed_network_is_looked_at_again_soon() -> None:
     observer, told = Scripted([sighting(PORT), sighting()]), Told()
-    watch = ReachabilityWatch(PORT, observer, no_observers, None, told, settle_seconds=0.01)
+    watch = ReachabilityWatch(PORT, observer, no_observers, Router(None), told, settle_seconds=0.01)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(watch.run)
         assert (await told.next()).reachability is Reachability.PUBLIC
@@ -374,7 +374,7 @@ async def test_the_check_is_repeated_and_only_changes_are_reported() -> None:
 
     told = Told()
     observer = Scripted([sighting(PORT)], looked=count)
-    watch = ReachabilityWatch(PORT, observer, no_observers, None, told, check_seconds=0.02)
+    watch = ReachabilityWatch(PORT, observer, no_observers, Router(None), told, check_seconds=0.02)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(watch.run)
         await enough.wait()

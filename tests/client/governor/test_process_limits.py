@@ -335,6 +335,15 @@ def test_a_device_that_is_named_twice_is_shared_with_its_memory() -> None:
     assert [d.memory_bytes for d in choose_devices("cpu,cpu", 100, [])] == [50, 50]
 
 
+def test_the_host_s_memory_is_shared_evenly_although_what_is_free_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    free = iter((900, 600, 700))
+    monkeypatch.setattr("swarm_client.machine.devices._host_bytes", lambda: next(free))
+    shared = choose_devices("cuda:0,cuda:1,cuda:0", None, GPUS)
+    assert [device.host_bytes for device in shared] == [200, 200, 200]
+
+
 @pytest.mark.parametrize(
     ("wanted", "error"),
     [

@@ -15,7 +15,13 @@ import pytest
 import trio
 from pydantic import Field, TypeAdapter
 
-from swarm_client.ipc.child_process import SyncLink, TrioLink, start_child
+from swarm_client.ipc.child_process import (
+    MAX_LOG_BYTES,
+    SyncLink,
+    TrioLink,
+    _opened_log,
+    start_child,
+)
 from swarm_shared.base.errors import FrameError, LinkClosed
 from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.json_messages import MAX_MESSAGE_BYTES, PrefixedDecoder, encode_prefixed
@@ -153,6 +159,15 @@ async def test_a_child_talks_logs_and_reports_how_it_ended(
         assert await child.wait() == 7
     assert log_path.read_text() == "leaving as told\n"
     assert log_path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_long_log_gives_way_to_another_one(tmp_path: Path) -> None:
+    path = tmp_path / "log" / "worker.log"
+    for content in (bytes(MAX_LOG_BYTES), b"more", b"new"):
+        with _opened_log(path) as log:
+            log.write(content)
+    assert path.read_bytes() == b"new"
+    assert path.with_suffix(".log.1").read_bytes() == bytes(MAX_LOG_BYTES) + b"more"
 
 
 async def test_leaving_ends_a_child_that_listens_and_kills_one_that_does_not(

@@ -130,7 +130,7 @@ class Churning:
             peers[0].steps.norm(step, tokens, total)
             for peers, total in zip(self.stages, totals, strict=True)
         ]
-        norm = global_norm([part.own for part in norms] + [norms[0].tied])
+        norm = global_norm([part.own_squared for part in norms] + [norms[0].tied_squared])
         rate = learning_rate(self.manifest.optimizer, self.manifest.training.steps, step)
         for peers, total in zip(self.stages, totals, strict=True):
             digests = {peer.steps.apply(step, tokens, norm, rate, total).digest for peer in peers}

@@ -23,6 +23,7 @@ from kits.client.held_stage import held_stage
 from kits.tickets import ORGANISER, ticket
 from kits.transcripts import TRANSCRIPT
 from swarm_client.membership.admission_gate import AdmissionGate
+from swarm_client.membership.member_context import MemberContext
 from swarm_client.membership.membership import CurrentMembership
 from swarm_client.membership.roster import RosterView
 from swarm_client.pipeline.downstream import Downstream, MicrobatchAbandoned, MicrobatchRequest
@@ -151,9 +152,11 @@ class Peer:
         self.view = RosterView()
         """Its own, for whom it serves; whom it uses is the world's."""
         gate = AdmissionGate(RUN, world.organiser.peer_id, self.view)
-        self.server = StageServer(
-            CurrentMembership(self.membership), gate, self, self, node.peer_id, world.nursery
-        )
+        member = MemberContext(
+            identity, node, CurrentMembership(self.membership), self.view, gate, self,
+            world.nursery, print,
+        )  # fmt: skip
+        self.server = StageServer(member, self)
         self.server.holding = self.holding
         node.serve(STAGE_PROTOCOL, self.server.handle, LIMITS)
         self.record = PeerRecord(
@@ -405,7 +408,7 @@ async def test_an_answer_that_names_more_peers_than_there_are_stages_is_no_answe
         answer = await honest(self, work)
         if answer is None or work.holding.stage == 0:
             return answer
-        many = {"receipts": ("r",) * 512, "owing": (self.peer,) * 512}
+        many = {"receipts": ("r",) * 512, "owing": (self.member.node.peer_id,) * 512}
         header = answer.header.model_copy(update={field: many[field]})
         return replace(answer, header=header)
 

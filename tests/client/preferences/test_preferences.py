@@ -213,7 +213,8 @@ def test_a_running_program_takes_up_a_change_and_keeps_what_holds_when_it_cannot
     assert not source.changed()
     set_preference(path, "cpu_percent", "50")
     assert source.changed()
-    assert source.reload().preferences.cpu_percent == 50
+    source.reload()
+    assert source.current.preferences.cpu_percent == 50
     assert source.current.preferences.nice == 4
     assert not source.changed()
     path.write_text("cpu_percent = 0")

@@ -105,10 +105,12 @@ class Peer:
     def _stage_worker(self) -> Any:
         return SimpleNamespace(
             stage=StageIndex(0),
-            own_elements=self.own_elements,
-            tied_elements=self.tied_elements,
-            gradients_name=self.segments[0].name,
-            result_name=self.segments[1].name,
+            configured=SimpleNamespace(
+                own_elements=self.own_elements,
+                tied_elements=self.tied_elements,
+                gradients_name=self.segments[0].name,
+                result_name=self.segments[1].name,
+            ),
             digest_sums=self._digest_sums,
         )
 

@@ -1,4 +1,4 @@
-"""Options of the averaging worker, and its files: port, log and socket folder."""
+"""Options of the averaging worker, and its files: port and socket folder."""
 
 from __future__ import annotations
 
@@ -13,13 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from swarm_client.averaging.protocol.messages import ConfigureAveraging
-from swarm_shared.base.atomic_file import write_atomically
+from swarm_client.machine.home import read_port, write_port
 from swarm_shared.base.errors import StorageError
 
 logger = logging.getLogger(__name__)
-
-MAX_LOG_BYTES = 4 * 2**20
-"""Size of the worker's log, in bytes, above which it is rotated."""
 
 _MAX_FOLDER_CHARACTERS = 70
 """Longest path of the socket folder. The path of a unix socket has at most 107 bytes on Linux;
@@ -56,13 +53,6 @@ class AveragingOptions:
         )
 
 
-def rotate_log(log_path: Path) -> None:
-    """Rename a long log to `.log.1`, replacing the one before."""
-    with contextlib.suppress(FileNotFoundError):
-        if log_path.stat().st_size > MAX_LOG_BYTES:
-            log_path.replace(log_path.with_suffix(".log.1"))
-
-
 @contextlib.contextmanager
 def socket_folder(home: Path) -> Iterator[Path]:
     """A private folder for the sockets of p2pd and the bridge, whose paths must be short."""
@@ -85,7 +75,7 @@ def persistent_port(path: Path) -> int:
     The port is fixed per home, so that addresses known to other peers and a router's mapping
     survive a restart.
     """
-    known = _read_port(path)
+    known = read_port(path)
     if known is not None and _is_free(known):
         return known
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
@@ -94,18 +84,10 @@ def persistent_port(path: Path) -> int:
     if known is not None:
         logger.info("port %s is taken by another program; p2pd listens on %s", known, port)
     try:
-        write_atomically(path, f"{port}\n".encode())
+        write_port(path, port)
     except StorageError as error:
         logger.warning("the port of p2pd cannot be stored: %s", error)
     return port
-
-
-def _read_port(path: Path) -> int | None:
-    try:
-        port = int(path.read_text())
-    except (OSError, ValueError):
-        return None
-    return port if 0 < port < 65_536 else None
 
 
 def _is_free(port: int) -> bool:

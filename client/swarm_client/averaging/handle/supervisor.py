@@ -30,7 +30,6 @@ from swarm_client.averaging.handle.bridge import Bridge, OpenChannel
 from swarm_client.averaging.handle.options import (
     AveragingOptions,
     persistent_port,
-    rotate_log,
     socket_folder,
 )
 from swarm_client.averaging.handle.restart_policy import RestartPolicy
@@ -343,7 +342,6 @@ class AveragingWorker:
         log_path = folder / "worker.log"
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            rotate_log(log_path)
             port = persistent_port(folder / "p2pd.port")
             with socket_folder(folder) as sockets:
                 async with (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-CIRCUIT = "/p2p-circuit"
+from swarm_shared.addresses.dial_order import CIRCUIT
 
 
 def is_relayed(address: str) -> bool:

@@ -104,16 +104,14 @@ class HostStreams:
             )
         except OSError as error:
             raise NetworkError(f"the daemon takes no streams: {error}") from error
-        opened = False
         try:
             writer.write(encode_head(OpenStream(peer=peer, relayed=relayed)))
             answer = await _read_head(reader, open_answers)
             if not isinstance(answer, StreamOpened):
                 raise NetworkError(answer.reason)
-            opened = True
-        finally:
-            if not opened:
-                writer.transport.abort()
+        except BaseException:
+            writer.transport.abort()
+            raise
         return SocketChannel(reader, writer, answer.route)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

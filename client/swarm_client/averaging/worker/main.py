@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import ctypes
 import gc
 import logging
 import os
@@ -30,12 +29,11 @@ from typing import TypeVar
 import anyio
 import anyio.abc
 
-from swarm_client.averaging.all_reduce.codec import dtype_of
 from swarm_client.averaging.all_reduce.errors import RoundFailed, RoundFailure
+from swarm_client.averaging.all_reduce.in_memory import all_reduce_in_memory
 from swarm_client.averaging.all_reduce.incoming import IncomingHub
 from swarm_client.averaging.all_reduce.plan import round_tag
 from swarm_client.averaging.all_reduce.received import ReceivedPieces
-from swarm_client.averaging.all_reduce.reduce import all_reduce
 from swarm_client.averaging.protocol.messages import (
     AddressesChanged,
     Bootstrap,
@@ -77,8 +75,8 @@ from swarm_client.averaging.worker.p2pd_carrier import (
     watch_addresses,
 )
 from swarm_client.fault_injection import faults
-from swarm_client.ipc import shared_memory
 from swarm_client.ipc.numbered import Numbered
+from swarm_client.ipc.parent_death import end_with_parent
 from swarm_shared.base.errors import SwarmError
 from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.json_messages import LENGTH_BYTES, decode_length, encode_prefixed, parse
@@ -87,7 +85,6 @@ from swarm_shared.identity.linear_digest import DigestKey
 
 logger = logging.getLogger(__name__)
 
-_PR_SET_PDEATHSIG = 1
 P2PD_DIED_STATUS = 3
 """Exit status of this process when p2pd has ended."""
 
@@ -202,25 +199,11 @@ class Worker:
             gc.collect()
 
     async def _reduce(self, message: StartRound, carrier: GroupCarrier) -> RoundDone:
-        spec = message.spec
-        dtype = dtype_of(spec.codec)
-        offset_bytes = message.offset_elements * dtype.itemsize
-        received = ReceivedPieces.of(spec)
-        with (
-            shared_memory.attach(message.source_shm_name) as source,
-            shared_memory.attach(message.result_shm_name) as result,
-        ):
-            links = await all_reduce(
-                spec,
-                carrier,
-                source.array(dtype, spec.elements, offset_bytes).view(dtype),
-                result.array(dtype, spec.elements, offset_bytes).view(dtype),
-                stall_seconds=message.stall_seconds,
-                join_seconds=message.join_seconds,
-                received=received,
-            )
-        if received is not None:
-            self.received[spec.round_id] = received
+        links = await all_reduce_in_memory(
+            message.spec, carrier, message.source_shm_name, message.result_shm_name,
+            message.offset_elements, self.received, stall_seconds=message.stall_seconds,
+            join_seconds=message.join_seconds,
+        )  # fmt: skip
         return RoundDone(links=links, faults=tuple(carrier.faults))
 
     async def _digest_received(self, message: DigestReceived) -> None:
@@ -325,8 +308,7 @@ def _become_child() -> None:
     """Ignore Ctrl-C, and make the kernel end this process with the daemon even when frozen."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.umask(0o077)
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    end_with_parent(signal.SIGKILL)
 
 
 def main() -> None:

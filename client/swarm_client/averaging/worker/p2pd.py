@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import logging
 import os
 import signal
@@ -21,6 +20,7 @@ from typing import Any, TextIO
 
 from swarm_client.averaging.protocol.messages import ConfigureAveraging
 from swarm_client.averaging.worker.hivemind_imports import Hivemind
+from swarm_client.ipc.parent_death import end_with_parent
 from swarm_shared.base.atomic_file import PRIVATE_MODE, write_atomically
 from swarm_shared.base.errors import NetworkError
 from swarm_shared.identity.keys import Identity
@@ -35,7 +35,6 @@ STOP_SECONDS = 2.0
 _PRIVATE_KEY_PREFIX = b"\x08\x01\x12\x40"
 _SEED_BYTES = 32
 _PRIVATE_KEY_BYTES = len(_PRIVATE_KEY_PREFIX) + 2 * _SEED_BYTES
-_PR_SET_PDEATHSIG = 1
 
 
 def ensure_identity(path: Path) -> Identity:
@@ -167,11 +166,10 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
 def _die_with_parent() -> Callable[[], None] | None:
     if sys.platform != "linux":
         return None
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
     parent = os.getpid()
 
     def in_child() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        end_with_parent(signal.SIGKILL)
         if os.getppid() != parent:  # the parent died before the line above
             os._exit(1)
 

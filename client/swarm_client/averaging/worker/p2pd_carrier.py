@@ -25,7 +25,6 @@ from swarm_client.averaging.all_reduce.plan import RoundSpec
 from swarm_client.averaging.all_reduce.routes import Route, RouteFault
 from swarm_client.averaging.all_reduce.stream_race import Opener, StreamRace
 from swarm_client.averaging.protocol.addresses import (
-    CIRCUIT,
     is_relayed,
     relayed_addresses,
     without_peer_id,
@@ -37,6 +36,7 @@ from swarm_client.averaging.worker.host_streams import (
     SocketChannel,
     host_remote_name,
 )
+from swarm_shared.addresses.dial_order import CIRCUIT
 from swarm_shared.base.errors import LinkTimeout, NetworkError
 from swarm_shared.base.types import PeerId
 

@@ -5,7 +5,7 @@ mapping (`mapper`). Only a probe from outside shows that a mapping works: a rout
 never announced.
 """
 
-from swarm_client.connectivity.port_mapping.gateway import Gateway, default_gateway
+from swarm_client.connectivity.port_mapping.gateway import Gateway
 from swarm_client.connectivity.port_mapping.mapper import Mapping, PortMapper
 
-__all__ = ["Gateway", "Mapping", "PortMapper", "default_gateway"]
+__all__ = ["Gateway", "Mapping", "PortMapper"]

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from swarm_shared.addresses.dial_order import is_global, is_private
+from swarm_shared.addresses.dial_order import is_global_ip, is_private
 
 _ROUTES = Path("/proc/net/route")
 _UP_AND_GATEWAY = 0x1 | 0x2  # include/uapi/linux/route.h
@@ -72,7 +72,7 @@ def own_address_towards(address: ipaddress.IPv4Address) -> ipaddress.IPv4Address
 
 def is_outer_address(address: ipaddress.IPv4Address) -> bool:
     """Whether a router with this address can be reached from the internet."""
-    return is_global(f"/ip4/{address}") and not any(
+    return is_global_ip(address) and not any(
         address in network for network in _NOT_AN_OUTER_ADDRESS
     )
 

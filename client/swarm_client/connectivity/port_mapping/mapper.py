@@ -52,7 +52,6 @@ class Mapping:
     external_address: str
     external_port: int
     internal_port: int
-    lifetime_seconds: int
     protocol: MappingProtocol
 
     @property
@@ -151,9 +150,7 @@ class PortMapper:
         external_port, lifetime = await router.map(
             port, old.external_port if old else port, LIFETIME_SECONDS
         )
-        mapping = Mapping(
-            str(router.external_address), external_port, port, lifetime, router.protocol
-        )
+        mapping = Mapping(str(router.external_address), external_port, port, router.protocol)
         self._expires = trio.current_time() + lifetime
         self._take(mapping)
 

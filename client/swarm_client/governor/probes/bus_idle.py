@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from swarm_client.machine.dbus import (
+    LOGIND,
+    PROPERTIES_INTERFACE,
     Bus,
     BusError,
     BusObject,
@@ -28,11 +30,7 @@ delays a tick of the governor by this, and is asked again after `idle.REST_SECON
 SESSIONS_SECONDS: Final = 10.0
 """Seconds between two searches for sessions at the display."""
 
-LOGIND: Final = BusObject(
-    "org.freedesktop.login1", "/org/freedesktop/login1", "org.freedesktop.login1.Manager"
-)
 SESSION_INTERFACE: Final = "org.freedesktop.login1.Session"
-PROPERTIES_INTERFACE: Final = "org.freedesktop.DBus.Properties"
 
 MUTTER: Final = BusObject(
     "org.gnome.Mutter.IdleMonitor",

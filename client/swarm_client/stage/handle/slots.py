@@ -20,8 +20,6 @@ import trio
 
 from swarm_shared.base.transcript import Transcript
 
-Buffer = bytes | bytearray | memoryview
-
 
 class SlotPool:
     """Free slots of one pool. Callers wait in order of arrival, and get EndOfChannel once it is

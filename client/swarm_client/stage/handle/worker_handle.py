@@ -21,7 +21,7 @@ from swarm_client.ipc.child_process import ChildProcess
 from swarm_client.ipc.child_rpc import ChildRpc
 from swarm_client.machine.memory_limit import limit_memory
 from swarm_client.stage.handle.liveness import Liveness, Outstanding
-from swarm_client.stage.handle.slots import Buffer, Output, SlotPool
+from swarm_client.stage.handle.slots import Output, SlotPool
 from swarm_client.stage.handle.stage_memory import slot_count
 from swarm_client.stage.handle.warm_worker import WorkerChild, worker_process
 from swarm_client.stage.protocol import messages
@@ -31,6 +31,7 @@ from swarm_shared.base.error_groups import single_error_unwrapped
 from swarm_shared.base.text import memory_text
 from swarm_shared.base.transcript import KeptTensors, Transcript
 from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step, Version
+from swarm_shared.protocol.framing import Buffer
 from swarm_shared.run.manifest import Manifest
 
 KEPT_BUDGET_BYTES = 512 * 2**20
@@ -94,22 +95,6 @@ class StageWorker:
         return self._digest
 
     @property
-    def own_elements(self) -> int:
-        return self.configured.own_elements
-
-    @property
-    def tied_elements(self) -> int:
-        return self.configured.tied_elements
-
-    @property
-    def gradients_name(self) -> str:
-        return self.configured.gradients_name
-
-    @property
-    def result_name(self) -> str:
-        return self.configured.result_name
-
-    @property
     def pid(self) -> int:
         return self._child.pid
 
@@ -137,7 +122,7 @@ class StageWorker:
 
         `handle` is the Output of that forward; release it before or after, as the sender needs it.
         Cancelling the call discards the microbatch; if it has just been computed, it stays in the
-        accumulator, and `accumulated` lists it.
+        accumulator, and `prepare_round` lists it.
         """
         request = partial(messages.RunBackward, forward=handle.request)
         try:
@@ -165,13 +150,13 @@ class StageWorker:
 
     async def save_kept(
         self, step: Step, microbatch: MicrobatchIndex, path: Path, tensors: KeptTensors
-    ) -> int:
-        """Write tensors of a microbatch in the accumulator to a file; return its bytes.
-        RequestFailed: unknown_microbatch when it is not kept."""
+    ) -> None:
+        """Write tensors of a microbatch in the accumulator to a file. RequestFailed:
+        unknown_microbatch when it is not kept."""
         request = messages.SaveKept(
             step=step, microbatch=microbatch, path=str(path), tensors=tensors
         )
-        return (await self._rpc.call(request, messages.KeptSaved)).nbytes
+        await self._rpc.call(request, messages.Done)
 
     async def audit(
         self, step: Step, microbatch: MicrobatchIndex, inputs: Path, computed: Path | None,
@@ -194,12 +179,7 @@ class StageWorker:
 
     async def reset_accumulator(self, step: Step) -> None:
         """Empty the step's accumulator and drop what is in flight of it."""
-        await self._rpc.call(messages.ResetAccumulator(step=step), messages.AccumulatorReset)
-
-    async def accumulated(self, step: Step) -> tuple[MicrobatchIndex, ...]:
-        """The microbatches in the step's accumulator, sorted."""
-        request = messages.ListAccumulated(step=step)
-        return (await self._rpc.call(request, messages.AccumulatedMicrobatches)).microbatches
+        await self._rpc.call(messages.ResetAccumulator(step=step), messages.Done)
 
     async def prepare_round(self, step: Step) -> messages.RoundPrepared:
         """Fill the `gradients` segment; the answer lists the microbatches in it."""
@@ -228,30 +208,26 @@ class StageWorker:
         self._digest = done.digest
         return done
 
-    async def save_state(self, path: Path, version: Version) -> int:
-        """Write parameters and optimizer state atomically; returns the number of bytes written."""
+    async def save_state(self, path: Path, version: Version) -> None:
+        """Write parameters and optimizer state atomically."""
         request = messages.SaveStageState(path=str(path), version=version)
-        return (await self._rpc.call(request, messages.StageStateSaved)).nbytes
+        await self._rpc.call(request, messages.Done)
 
-    async def load_state(self, path: Path, version: Version) -> messages.StageStateLoaded:
-        """Load parameters and optimizer state."""
-        request = messages.LoadStageState(path=str(path), version=version)
-        return await self._loaded(request)
+    async def load_state(self, path: Path, version: Version) -> str:
+        """Load parameters and optimizer state; return `digest`."""
+        return await self._loaded(messages.LoadStageState(path=str(path), version=version))
 
-    async def reinitialise(self, version: Version) -> messages.StageStateLoaded:
-        """Start again from the manifest's seed."""
+    async def reinitialise(self, version: Version) -> str:
+        """Start again from the manifest's seed; return `digest`."""
         return await self._loaded(messages.ReinitialiseStage(version=version))
 
-    async def _loaded(
-        self, request: messages.LoadStageState | messages.ReinitialiseStage
-    ) -> messages.StageStateLoaded:
-        loaded = await self._rpc.call(request, messages.StageStateLoaded)
-        self._digest = loaded.digest
-        return loaded
+    async def _loaded(self, request: messages.LoadStageState | messages.ReinitialiseStage) -> str:
+        self._digest = (await self._rpc.call(request, messages.StageStateLoaded)).digest
+        return self._digest
 
     async def limit(self, limits: messages.SetLimits) -> None:
         """Limit the worker's use of its device from now on."""
-        await self._rpc.call(limits, messages.LimitsSet)
+        await self._rpc.call(limits, messages.Done)
 
     # ---- machinery
 
@@ -352,14 +328,13 @@ class StageWorker:
 
     async def _configure(
         self, manifest: Manifest, device: str, threads: int, graph_budget_bytes: int,
-        streamed_bytes: int, host_graph_bytes: int, kept_budget_bytes: int, namespace: str,
-        base_path: Path | None,
+        streamed_bytes: int, host_graph_bytes: int, namespace: str, base_path: Path | None,
     ) -> None:  # fmt: skip
         request = messages.ConfigureStage(
             manifest_json=manifest.model_dump_json(), stage=self.stage, device=device,
             threads=threads, graph_budget_bytes=graph_budget_bytes,
             streamed_bytes=streamed_bytes, host_graph_bytes=host_graph_bytes,
-            kept_budget_bytes=kept_budget_bytes,
+            kept_budget_bytes=KEPT_BUDGET_BYTES,
             slot_bytes=self.sizes.slot_bytes, slot_count=self.slot_count, namespace=namespace,
             base_path=None if base_path is None else str(base_path),
         )  # fmt: skip
@@ -386,7 +361,6 @@ async def open_worker(
     private_bytes: int | None = None,
     streamed_bytes: int = 0,
     host_graph_bytes: int = 0,
-    kept_budget_bytes: int = KEPT_BUDGET_BYTES,
     process: AbstractAsyncContextManager[WorkerChild] | None = None,
     base_path: Path | None = None,
 ) -> AsyncIterator[StageWorker]:
@@ -412,7 +386,7 @@ async def open_worker(
                     nursery.start_soon(worker._kill_when_hung)
                     await worker._configure(
                         manifest, device, threads, graph_budget_bytes, streamed_bytes,
-                        host_graph_bytes, kept_budget_bytes, namespace, base_path,
+                        host_graph_bytes, namespace, base_path,
                     )  # fmt: skip
                     worker._attach(attached)
                     yield worker

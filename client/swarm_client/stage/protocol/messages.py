@@ -6,7 +6,7 @@ Rules
    its answer carries the names of the shared memory. The worker ends when the daemon's side of the
    socket does. A RunSelfTest in its place is the only request.
 2. Every request but Discard has exactly one answer with the same `request` number: the one named
-   after it, or Failed. The worker continues after a Failed.
+   after it, Done where there is none, or Failed. The worker continues after a Failed.
 3. **Slots.** One shared segment of `slot_count` slots, owned by the daemon alone. A computation
    (RunForward, RunBackward) names one slot with its payload; the worker copies the
    payload out and writes the answer's payload **into the same slot**. The answer returns the slot
@@ -169,7 +169,7 @@ class Discard(Numbered):
     RunWeights. No answer.
 
     A queued computation is answered with Failed "discarded"; one that is running ends so at its
-    next layer; a finished one stays finished (ListAccumulated shows it).
+    next layer; a finished one stays finished (RoundPrepared lists it).
     """
 
     kind: Literal["discard"] = "discard"
@@ -190,13 +190,6 @@ class ResetAccumulator(Numbered):
     """Empty the step's accumulator and drop its microbatches in flight."""
 
     kind: Literal["reset_accumulator"] = "reset_accumulator"
-    step: Step
-
-
-class ListAccumulated(Numbered):
-    """List the microbatches in the step's accumulator."""
-
-    kind: Literal["list_accumulated"] = "list_accumulated"
     step: Step
 
 
@@ -281,7 +274,7 @@ ComputeRequest = RunForward | RunBackward
 WorkerRequest = Annotated[
     ConfigureStage | RunSelfTest | RunForward | RunBackward | RunWeights | SaveKept | RunAudit
     | Discard | Uncommit
-    | ResetAccumulator | ListAccumulated | PrepareRound | ComputeNorm | DigestSums | ApplyUpdate
+    | ResetAccumulator | PrepareRound | ComputeNorm | DigestSums | ApplyUpdate
     | SaveStageState | LoadStageState | ReinitialiseStage | SetLimits,
     Field(discriminator="kind"),
 ]  # fmt: skip
@@ -300,7 +293,6 @@ class StageConfigured(Numbered):
     """Answer to ConfigureStage: the stage is ready, at version 0."""
 
     kind: Literal["stage_configured"] = "stage_configured"
-    version: Version
     digest: str
     arithmetic: ArithmeticClass
     streamed_bytes: Bytes = 0
@@ -364,13 +356,6 @@ class WeightsDone(Computed):
     transcript: Transcript | None = None
 
 
-class KeptSaved(Numbered):
-    """Answer to SaveKept."""
-
-    kind: Literal["kept_saved"] = "kept_saved"
-    nbytes: Bytes
-
-
 class AuditDone(Numbered):
     """Answer to RunAudit. `distance` is None without a comparison, or if the files do not have the
     claimed digests."""
@@ -390,21 +375,9 @@ class Uncommitted(Numbered):
     ok: bool
 
 
-class AccumulatorReset(Numbered):
-    """Answer to ResetAccumulator."""
-
-    kind: Literal["accumulator_reset"] = "accumulator_reset"
-
-
-class AccumulatedMicrobatches(Numbered):
-    """Answer to ListAccumulated; sorted."""
-
-    kind: Literal["accumulated_microbatches"] = "accumulated_microbatches"
-    microbatches: Microbatches
-
-
 class RoundPrepared(Numbered):
-    """Answer to PrepareRound; the segment holds the gradients of exactly these microbatches."""
+    """Answer to PrepareRound; the segment holds the gradients of exactly these microbatches, which
+    are sorted."""
 
     kind: Literal["round_prepared"] = "round_prepared"
     microbatches: Microbatches
@@ -412,8 +385,8 @@ class RoundPrepared(Numbered):
 
 
 class NormComputed(Numbered):
-    """Answer to ComputeNorm. If `finite` is False, the result must not be applied and the squares
-    are 0."""
+    """Answer to ComputeNorm, equal to the bit on all members. If `finite` is False, the result must
+    not be applied and the squares are 0."""
 
     kind: Literal["norm_computed"] = "norm_computed"
     own_squared: SquaredNorm
@@ -433,31 +406,22 @@ class UpdateApplied(Numbered):
     """Answer to ApplyUpdate."""
 
     kind: Literal["update_applied"] = "update_applied"
-    version: Version
     digest: str
     norm: Finite
     """Norm of the parameters."""
-
-
-class StageStateSaved(Numbered):
-    """Answer to SaveStageState."""
-
-    kind: Literal["stage_state_saved"] = "stage_state_saved"
-    nbytes: Bytes
 
 
 class StageStateLoaded(Numbered):
     """Answer to LoadStageState and ReinitialiseStage."""
 
     kind: Literal["stage_state_loaded"] = "stage_state_loaded"
-    version: Version
     digest: str
 
 
-class LimitsSet(Numbered):
-    """Answer to SetLimits."""
+class Done(Numbered):
+    """Answer to SaveKept, ResetAccumulator, SaveStageState and SetLimits: it is done."""
 
-    kind: Literal["limits_set"] = "limits_set"
+    kind: Literal["done"] = "done"
 
 
 class Failed(Failure):
@@ -472,10 +436,9 @@ class Failed(Failure):
 
 
 WorkerAnswer = Annotated[
-    Awake | StageConfigured | SelfTested | ForwardDone | BackwardDone | WeightsDone | KeptSaved
-    | AuditDone | Uncommitted | AccumulatorReset | AccumulatedMicrobatches | RoundPrepared
-    | NormComputed | SumsDigested | UpdateApplied | StageStateSaved | StageStateLoaded | LimitsSet
-    | Failed,
+    Awake | StageConfigured | SelfTested | ForwardDone | BackwardDone | WeightsDone | AuditDone
+    | Uncommitted | RoundPrepared | NormComputed | SumsDigested | UpdateApplied | StageStateLoaded
+    | Done | Failed,
     Field(discriminator="kind"),
 ]  # fmt: skip
 

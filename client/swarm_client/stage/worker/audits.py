@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from swarm_client.stage.protocol.errors import RequestFailed
+from swarm_client.stage.protocol.messages import AuditDone
 from swarm_client.stage.protocol.slot_sizes import GRADIENT_ELEMENT_BYTES
 from swarm_client.stage.worker.accumulation.accumulator import KeptMicrobatch
 from swarm_client.stage.worker.accumulation.digests import counted_pieces
@@ -63,16 +64,6 @@ class AuditedTensors:
         return b"".join(part.view(torch.uint8).numpy().tobytes() for part in self)
 
 
-@dataclass(frozen=True, slots=True)
-class AuditFindings:
-    """What an auditor's worker found."""
-
-    transcript: Transcript
-    loss_sum: float | None
-    distance: float | None
-    sums: tuple[LinearDigests, ...]
-
-
 class AuditRunner:
     """The audits of one stage runner."""
 
@@ -82,8 +73,8 @@ class AuditRunner:
 
     def save_kept(
         self, step: Step, microbatch: MicrobatchIndex, path: Path, tensors: KeptTensors
-    ) -> int:
-        """Write tensors of an accumulated microbatch; return the bytes.
+    ) -> None:
+        """Write tensors of an accumulated microbatch.
 
         RequestFailed: unknown_microbatch when it is not in the accumulator or its inputs are not
         kept; bad_input for what this stage does not send; not_repeatable when it gives something
@@ -100,7 +91,7 @@ class AuditRunner:
         counted = accumulator.transcripts.get(microbatch)
         match tensors:
             case KeptTensors.INPUTS:
-                return _write(path, bytes(kept.inputs + kept.output_gradient))
+                content, repeats = bytes(kept.inputs + kept.output_gradient), True
             case KeptTensors.COMPUTED:
                 computed, _ = self._computed(step, kept)
                 content = computed.joined()
@@ -116,7 +107,10 @@ class AuditRunner:
                 f"microbatch {microbatch} of step {step} in stage {self._runner.stage_index} "
                 "does not give what was counted of it when it is computed again",
             )
-        return _write(path, content)
+        try:
+            path.write_bytes(content)
+        except OSError as error:
+            raise RequestFailed("storage", f"{path} cannot be written: {error.strerror}") from error
 
     def _sent(self, step: Step, kept: KeptMicrobatch, tensors: KeptTensors) -> bytes:
         """What is sent on or back of a microbatch, as it crosses the wire."""
@@ -136,7 +130,7 @@ class AuditRunner:
     def audit(
         self, step: Step, inputs: Path, computed: Path | None, claimed: Transcript | None,
         secret: str | None = None,
-    ) -> AuditFindings:  # fmt: skip
+    ) -> AuditDone:  # fmt: skip
         """Compute a microbatch from the file of its inputs, and compare it with another peer's;
         see `swarm_client.stage.protocol.messages.RunAudit`.
 
@@ -152,7 +146,7 @@ class AuditRunner:
         if other is not None and claimed is not None and self._fits(kept, other, claimed):
             distance = max(map(_relative, other, own))
         sums = () if secret is None else self._sums(own.gradient_P, secret)
-        return AuditFindings(transcript, loss_sum, distance, sums)
+        return AuditDone(transcript=transcript, loss_sum=loss_sum, distance=distance, sums=sums)
 
     def _fits(self, kept: KeptMicrobatch, tensors: AuditedTensors, claimed: Transcript) -> bool:
         """Whether these are the tensors that a peer has sent, as its transcript says."""
@@ -239,13 +233,6 @@ def _relative(other: Tensor, own: Tensor) -> float:
     difference = float((other.double() - own.double()).norm())
     distance = difference / max(float(own.double().norm()), SMALLEST_NORM)
     return distance if distance <= MAX_MAGNITUDE else MAX_MAGNITUDE
-
-
-def _write(path: Path, content: bytes) -> int:
-    try:
-        return path.write_bytes(content)
-    except OSError as error:
-        raise RequestFailed("storage", f"{path} cannot be written: {error.strerror}") from error
 
 
 def _read(path: Path) -> bytes:

@@ -34,7 +34,6 @@ from swarm_client.stage.worker.audits import AuditRunner
 from swarm_client.stage.worker.compiling import backend_from_environment
 from swarm_client.stage.worker.duty_cycle import DutyCycle
 from swarm_client.stage.worker.flights import CountedWeights
-from swarm_client.stage.worker.payloads import is_finite
 from swarm_client.stage.worker.self_test import arithmetic_class, run_self_test
 from swarm_client.stage.worker.shared_buffers import WorkerMemory
 from swarm_client.stage.worker.stage_runner import BackwardResult, ForwardResult, StageRunner
@@ -43,6 +42,7 @@ from swarm_shared.base.errors import CapacityError, LinkClosed, SwarmError
 from swarm_shared.base.text import memory_text
 from swarm_shared.base.types import MicrobatchIndex, Step
 from swarm_shared.codecs.errors import CodecError
+from swarm_shared.codecs.half_precision import is_finite
 from swarm_shared.model.fixed_point_sums import totals_dtype
 from swarm_shared.run.manifest import Manifest
 from swarm_shared.volunteer_rules.compute_order import ComputeOrder, Part
@@ -230,19 +230,15 @@ class ComputeLoop:
     def _audit(self, request: messages.SaveKept | messages.RunAudit) -> Numbered:
         match request:
             case messages.SaveKept():
-                nbytes = self._auditing.save_kept(
+                self._auditing.save_kept(
                     request.step, request.microbatch, Path(request.path), request.tensors
                 )
-                return messages.KeptSaved(nbytes=nbytes)
+                return messages.Done()
             case messages.RunAudit():
                 computed = None if request.computed_path is None else Path(request.computed_path)
-                found = self._auditing.audit(
+                return self._auditing.audit(
                     request.step, Path(request.inputs_path), computed, request.claimed,
                     request.secret,
-                )  # fmt: skip
-                return messages.AuditDone(
-                    transcript=found.transcript, loss_sum=found.loss_sum,
-                    distance=found.distance, sums=found.sums,
                 )  # fmt: skip
 
     def _cell_of(self, request: Computation) -> tuple[Step, MicrobatchIndex]:
@@ -294,8 +290,7 @@ class ComputeLoop:
         return self._duty.effective_seconds(self._clock() - started)
 
     def _corrupt(self, phase: FaultPoint, step: Step, slot: int, nbytes: int) -> None:
-        if faults.active is not None:
-            faults.corrupt(phase, step, self._memory.slot(slot, nbytes))
+        faults.corrupt(phase, step, self._memory.slot(slot, nbytes))
 
     # ---- control
 
@@ -307,11 +302,7 @@ class ComputeLoop:
             case messages.ResetAccumulator():
                 self._runner.open_parameter_set(request.step)
                 self._runner.reset_step(request.step)
-                return messages.AccumulatorReset()
-            case messages.ListAccumulated():
-                accumulator = self._runner.open_parameter_set(request.step).accumulator
-                held = accumulator.contents.microbatches()
-                return messages.AccumulatedMicrobatches(microbatches=held)
+                return messages.Done()
             case messages.PrepareRound():
                 microbatches = self._steps.prepare_round(request.step, self._memory.gradients)
                 self._corrupt_totals(
@@ -322,10 +313,7 @@ class ComputeLoop:
                 )
             case messages.ComputeNorm():
                 self._inject_into_result(FaultPoint.NORM, request.step)
-                norms = self._steps.norm(request.step, request.step_tokens, self._memory.result)
-                return messages.NormComputed(
-                    own_squared=norms.own, tied_squared=norms.tied, finite=norms.finite
-                )
+                return self._steps.norm(request.step, request.step_tokens, self._memory.result)
             case messages.DigestSums():
                 parts, results = self._steps.digest_sums(
                     request.step, request.part, request.seed, request.stops,
@@ -338,12 +326,10 @@ class ComputeLoop:
                     request.step, request.step_tokens, request.global_norm,
                     request.learning_rate, self._memory.result,
                 )  # fmt: skip
-                return messages.UpdateApplied(
-                    version=self._runner.version, digest=fingerprint.digest, norm=fingerprint.norm
-                )
+                return messages.UpdateApplied(digest=fingerprint.digest, norm=fingerprint.norm)
             case messages.SetLimits():
                 self._limit(request)
-                return messages.LimitsSet()
+                return messages.Done()
             case _:
                 return self._state(request)
 
@@ -353,9 +339,8 @@ class ComputeLoop:
         self._runner.limit_memory(request.vram_bytes, request.graph_bytes, request.host_graph_bytes)
 
     def _inject_into_result(self, phase: FaultPoint, step: int) -> None:
-        if faults.active is not None:
-            faults.inject(phase, step)
-            self._corrupt_totals(phase, step, self._memory.result_segment.buffer)
+        faults.inject(phase, step)
+        self._corrupt_totals(phase, step, self._memory.result_segment.buffer)
 
     def _corrupt_totals(self, phase: FaultPoint, step: int, totals: memoryview) -> None:
         faults.corrupt(
@@ -366,8 +351,8 @@ class ComputeLoop:
         match request:
             case messages.SaveStageState():
                 faults.inject(FaultPoint.CHECKPOINT, request.version)
-                nbytes = self._steps.save(Path(request.path), request.version)
-                return messages.StageStateSaved(nbytes=nbytes)
+                self._steps.save(Path(request.path), request.version)
+                return messages.Done()
             case messages.LoadStageState():
                 digest = self._steps.load(Path(request.path), request.version).digest
             case messages.ReinitialiseStage():
@@ -376,7 +361,7 @@ class ComputeLoop:
                 raise RequestFailed(
                     "bad_input", f"a worker at work cannot carry out {type(request).__name__}"
                 )
-        return messages.StageStateLoaded(version=self._runner.version, digest=digest)
+        return messages.StageStateLoaded(digest=digest)
 
 
 def _answer(request: RequestT, carry_out: Callable[[RequestT], Numbered]) -> Numbered:
@@ -470,13 +455,9 @@ def serve(link: WorkerLink) -> None:
 
 def _self_test(request: messages.RunSelfTest) -> Numbered:
     torch.set_num_threads(request.threads)
-    found = run_self_test(
+    return run_self_test(
         _selected(request.device), request.seconds, request.memory_bytes, request.duty_cycle
     )
-    return messages.SelfTested(
-        rounds=found.rounds, seconds=found.seconds, memory_bytes=found.memory_bytes,
-        fault=found.fault, arithmetic=found.arithmetic,
-    )  # fmt: skip
 
 
 def _configure(
@@ -519,7 +500,6 @@ def _configure(
     )  # fmt: skip
     made.append((ComputeLoop(link, runner, steps, memory), memory))
     return messages.StageConfigured(
-        version=runner.version,
         digest=digest,
         arithmetic=arithmetic,
         streamed_bytes=runner.parameter_sets.streamed_bytes,

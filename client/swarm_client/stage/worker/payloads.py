@@ -20,19 +20,11 @@ from swarm_client.stage.protocol.errors import RequestFailed
 from swarm_client.stage.protocol.slot_sizes import SlotSizes
 from swarm_shared.base.errors import ProtocolError
 from swarm_shared.codecs.errors import CodecError
-from swarm_shared.codecs.half_precision import is_finite
 from swarm_shared.codecs.tensors import DTYPES, decode, encode
 from swarm_shared.model import check_token_values
 from swarm_shared.model.fixed_point_sums import extremes
 from swarm_shared.run.codec_sizes import CodecName
 from swarm_shared.run.manifest import Manifest
-
-__all__ = [
-    "MicrobatchInput",
-    "PayloadCodec",
-    "all_finite",
-    "is_finite",
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +33,6 @@ class MicrobatchInput:
 
     inputs: Tensor
     targets_BT: Tensor | None  # noqa: N815
-
-    @property
-    def nbytes(self) -> int:
-        return self.inputs.nbytes + (0 if self.targets_BT is None else self.targets_BT.nbytes)
 
 
 def all_finite(tensors: list[Tensor]) -> bool:

@@ -12,11 +12,11 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from swarm_client.stage.protocol.messages import SelfTested
 from swarm_client.stage.worker.accelerator import Accelerator, processor
 from swarm_client.stage.worker.duty_cycle import DutyCycle
 from swarm_shared.model import Stage, initialise
@@ -54,24 +54,10 @@ Clock = Callable[[], float]
 Tensors = dict[str, Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class SelfTestFindings:
-    """What a self-test has done; `fault` says in one sentence what it found, and is empty if
-    nothing."""
-
-    rounds: int
-    seconds: float
-    memory_bytes: int
-    """Size of the pattern."""
-    fault: str
-    arithmetic: str
-    """Its `arithmetic_class`."""
-
-
 def run_self_test(
     accelerator: Accelerator, seconds: float, memory_bytes: int, duty_cycle: float = 1.0,
     clock: Clock = time.perf_counter,
-) -> SelfTestFindings:  # fmt: skip
+) -> SelfTested:  # fmt: skip
     """Test a device for so many seconds, at least two rounds, or until the first fault.
 
     The pattern takes at most `memory_bytes` of the device's memory.
@@ -95,7 +81,10 @@ def run_self_test(
         duty.computed(clock() - round_began)
         time.sleep(duty.rest_seconds())
     arithmetic = arithmetic_class(accelerator)
-    return SelfTestFindings(rounds, clock() - began, pattern.nbytes, fault, arithmetic)
+    return SelfTested(
+        rounds=rounds, seconds=clock() - began, memory_bytes=pattern.nbytes, fault=fault,
+        arithmetic=arithmetic,
+    )  # fmt: skip
 
 
 # ---------------------------------------------------------------- arithmetic

@@ -44,10 +44,11 @@ from swarm_client.stage.worker.flights import CountedWeights, Digests, InFlight,
 from swarm_client.stage.worker.forward_passes import ForwardPasses
 from swarm_client.stage.worker.graph_memory import GraphMemory
 from swarm_client.stage.worker.parameter_versions import ParameterSet, ParameterSets
-from swarm_client.stage.worker.payloads import MicrobatchInput, PayloadCodec, all_finite, is_finite
+from swarm_client.stage.worker.payloads import MicrobatchInput, PayloadCodec, all_finite
 from swarm_client.stage.worker.transfer.device_copier import device_copier
 from swarm_shared.base.transcript import Transcript
 from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step, Version
+from swarm_shared.codecs.half_precision import is_finite
 from swarm_shared.identity.work_statements import wire_digest
 from swarm_shared.model import Stage
 from swarm_shared.model.split_backward import Weights
@@ -389,7 +390,8 @@ class StageRunner:
         if removal is None:
             return False
         accumulator.subtract(
-            removal, (self._recompute_gradients(parameter_set, one) for one in removal.recompute)
+            removal,
+            (self.compute_again(parameter_set, one).gradients for one in removal.recompute),
         )
         return True
 
@@ -502,11 +504,6 @@ class StageRunner:
                 f"a gradient of stage {self.stage_index} holds infinities or NaNs; it was not "
                 "added to the step's",
             )
-
-    def _recompute_gradients(
-        self, parameter_set: ParameterSet, kept: KeptMicrobatch
-    ) -> list[Tensor]:
-        return self.compute_again(parameter_set, kept).gradients
 
     def compute_again(self, parameter_set: ParameterSet, kept: KeptMicrobatch) -> ComputedAgain:
         """Compute a microbatch once more from its inputs, without a trace. RequestFailed: bad_input

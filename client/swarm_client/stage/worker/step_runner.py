@@ -12,18 +12,18 @@ after the closing one is computed meanwhile in a parameter set of its own, which
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from torch import Tensor
 
 from swarm_client.stage.protocol.errors import RequestFailed
+from swarm_client.stage.protocol.messages import NormComputed
 from swarm_client.stage.worker.accumulation.digests import slice_digests
-from swarm_client.stage.worker.payloads import is_finite
 from swarm_client.stage.worker.stage_runner import StageRunner
 from swarm_shared.base.errors import ProtocolError, StorageError
 from swarm_shared.base.types import LinearDigests, MicrobatchIndex, Step, Version
+from swarm_shared.codecs.half_precision import is_finite
 from swarm_shared.identity.linear_digest import DigestKey
 from swarm_shared.model import (
     Fingerprint,
@@ -44,15 +44,6 @@ from swarm_shared.model.flat_gradients import ordered_sum_of_squares
 from swarm_shared.run.schedule import clip_factor
 
 
-@dataclass(frozen=True, slots=True)
-class SquaredNorms:
-    """Squared norms of the mean gradient, in float64; equal to the bit on all members."""
-
-    own: float
-    tied: float
-    finite: bool
-
-
 class StepRunner:
     """Closes the steps of one StageRunner, one after another."""
 
@@ -69,16 +60,16 @@ class StepRunner:
         accumulator.write_to(gradients)
         return accumulator.contents.microbatches()
 
-    def norm(self, step: Step, step_tokens: int, result: Tensor) -> SquaredNorms:
+    def norm(self, step: Step, step_tokens: int, result: Tensor) -> NormComputed:
         self._runner.closing_parameter_set(step)
         if not is_finite(result):
-            return SquaredNorms(0.0, 0.0, finite=False)
+            return NormComputed(own_squared=0.0, tied_squared=0.0, finite=False)
         # On the host for every device: the same operations in the same order everywhere.
         mean = mean_gradient(result, step_tokens, self._runner.parameter_sets.quantum)
         own_count = self._runner.layout.own_count
-        return SquaredNorms(
-            own=float(ordered_sum_of_squares(mean[:own_count])),
-            tied=float(ordered_sum_of_squares(mean[own_count:])),
+        return NormComputed(
+            own_squared=float(ordered_sum_of_squares(mean[:own_count])),
+            tied_squared=float(ordered_sum_of_squares(mean[own_count:])),
             finite=True,
         )
 
@@ -119,16 +110,13 @@ class StepRunner:
         self._runner.version = Version(step)
         return self.fingerprint()
 
-    def save(self, path: Path, version: Version) -> int:
-        """Write parameters and optimizer state; returns the file's size in bytes.
-
-        Equal states make equal bytes, so that replicas' files have one hash.
-        """
+    def save(self, path: Path, version: Version) -> None:
+        """Write parameters and optimizer state. Equal states make equal bytes, so that replicas'
+        files have one hash."""
         self._check_version(version)
         tensors = state_to_tensors(self._runner.stage, self._optimizer, self._previous(version))
         try:
             save_state(path, tensors, self._metadata(version))
-            return path.stat().st_size
         except (StorageError, OSError) as error:
             raise RequestFailed("storage", str(error)) from error
 

@@ -148,8 +148,8 @@ async def through(workers: list[StageWorker], manifest: Manifest, microbatch: in
 
 async def prepared(worker: StageWorker) -> np.ndarray:
     await worker.prepare_round(STEP)
-    elements = worker.own_elements + worker.tied_elements
-    segment = shared_memory.attach(worker.gradients_name)
+    elements = worker.configured.own_elements + worker.configured.tied_elements
+    segment = shared_memory.attach(worker.configured.gradients_name)
     try:
         return segment.array(np.float32, elements).copy()
     finally:
@@ -157,7 +157,7 @@ async def prepared(worker: StageWorker) -> np.ndarray:
 
 
 def put_result(worker: StageWorker, values: np.ndarray) -> None:
-    segment = shared_memory.attach(worker.result_name)
+    segment = shared_memory.attach(worker.configured.result_name)
     segment.array(np.float32, len(values))[:] = values
     segment.close()
 
@@ -203,17 +203,14 @@ def test_chained_workers_train_like_the_whole_model(namespace: str, tmp_path: Pa
             square = sum(float((p.grad.double() / tokens).square().sum()) for p in by_name.values())
             assert total == pytest.approx(square**0.5, rel=1e-5)
             applied = [await worker.apply(STEP, tokens, total, 1e-2) for worker in workers]
-            assert [one.version for one in applied] == [1] * 4
             assert applied[1].digest == applied[3].digest
             assert len({one.digest for one in applied}) == 3
-            assert await workers[0].accumulated(Step(2)) == ()
+            assert (await workers[0].prepare_round(Step(2))).microbatches == ()
             # The replica's state, sent as a file, makes another stage-1 worker its equal.
             path = tmp_path / "state.safetensors"
-            assert await workers[1].save_state(path, Version(1)) == path.stat().st_size
-            fresh = await workers[3].reinitialise(Version(0))
-            assert fresh.digest == workers[3].configured.digest
-            loaded = await workers[3].load_state(path, Version(1))
-            assert loaded.digest == applied[1].digest
+            await workers[1].save_state(path, Version(1))
+            assert await workers[3].reinitialise(Version(0)) == workers[3].configured.digest
+            assert await workers[3].load_state(path, Version(1)) == applied[1].digest
 
     def check_gradients(stage: int, flat: np.ndarray) -> None:
         layout = FlatLayout.of(build_stage(manifest, stage))
@@ -253,8 +250,8 @@ def test_failures_leave_the_worker_alive_and_its_accumulator_alone(
             bad = np.full(worker.sizes.output_bytes // 4, np.nan, np.float32)
             for _ in range(5):
                 assert await refused(worker.backward(output, bad.tobytes())) == "bad_input"
-            assert await worker.accumulated(STEP) == ()
-            assert await refused(worker.accumulated(Step(2))) == "wrong_step"
+            assert (await worker.prepare_round(STEP)).microbatches == ()
+            assert await refused(worker.prepare_round(Step(2))) == "wrong_step"
             assert not (await prepared(worker)).any()
             with await worker.backward(output, np.ones_like(bad).tobytes()) as back:
                 assert await counted(worker, back)
@@ -360,7 +357,7 @@ def test_a_cancelled_caller_takes_its_microbatch_and_its_slot_with_it(
                 await worker.backward(outputs[0], gradient)
             with await worker.backward(outputs[1], gradient) as back:
                 assert await counted(worker, back)
-            assert await worker.accumulated(STEP) == (1,)
+            assert (await worker.prepare_round(STEP)).microbatches == (1,)
 
     run(main)
 
@@ -382,7 +379,7 @@ def test_an_answer_comes_before_the_weights_and_a_cancelled_caller_leaves_them_o
                     answers.append(answer)
             assert answers[1].owed
             assert answers[2].owed
-            before = await worker.accumulated(STEP)
+            before = (await worker.prepare_round(STEP)).microbatches
             assert not {1, 2} & set(before)
             done = await worker.weights(answers[1])
             assert done.added
@@ -397,7 +394,7 @@ def test_an_answer_comes_before_the_weights_and_a_cancelled_caller_leaves_them_o
             os.kill(worker.pid, signal.SIGCONT)
             with pytest.raises(RequestFailed, match="nothing is owed"):
                 await worker.weights(answers[2])
-            assert await worker.accumulated(STEP) == (*before, 1)
+            assert (await worker.prepare_round(STEP)).microbatches == (*before, 1)
 
     run(main)
 
@@ -452,13 +449,13 @@ def test_killing_the_worker_fails_every_caller_and_clears_its_memory(
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(call, worker.forward, STEP, MicrobatchIndex(5), True, payload)
                 nursery.start_soon(call, worker.backward, held[0], bytes(worker.sizes.output_bytes))
-                nursery.start_soon(call, worker.accumulated, STEP)
+                nursery.start_soon(call, worker.prepare_round, STEP)
                 await trio.testing.wait_all_tasks_blocked()
                 assert deaths == []
                 os.kill(worker.pid, signal.SIGKILL)
             assert len(deaths) == 3
             assert "exit status -9" in str(await worker.wait_died())
-            await call(worker.accumulated, STEP)
+            await call(worker.prepare_round, STEP)
             await call(worker.forward, STEP, MicrobatchIndex(6), True, payload)
             held[1].release()
 

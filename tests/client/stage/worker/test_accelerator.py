@@ -137,7 +137,7 @@ class Pipeline:
         tokens = MICROBATCHES * self._manifest.tokens_per_microbatch
         flats = [runner.accumulator.totals() for runner in self.runners]
         norms = [s.norm(step, tokens, flat) for s, flat in zip(self.steps, flats, strict=True)]
-        norm = global_norm([one.own for one in norms])
+        norm = global_norm([one.own_squared for one in norms])
         rate = learning_rate(self._manifest.optimizer, self._manifest.training.steps, step)
         return [
             steps.apply(step, tokens, norm, rate, flat).digest

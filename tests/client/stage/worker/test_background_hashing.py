@@ -304,7 +304,7 @@ def test_what_needs_the_sums_or_their_memory_waits_for_the_hash(
 ) -> None:
     gated.ask(gated.weights(1))
     assert gated.streams.begun.wait(30)
-    listed = messages.ListAccumulated(request=30, step=STEP)
+    listed = messages.PrepareRound(request=30, step=STEP)
     gated.ask(listed if other == "control" else gated.weights(2))
     assert not gated.link.has_message(0.2)
     gated.streams.gate.set()
@@ -313,7 +313,7 @@ def test_what_needs_the_sums_or_their_memory_waits_for_the_hash(
     assert first.request == 21
     assert first.transcript is not None
     if other == "control":
-        assert isinstance(second, messages.AccumulatedMicrobatches)
+        assert isinstance(second, messages.RoundPrepared)
         assert second.microbatches == (1,)
     else:
         assert isinstance(second, messages.WeightsDone)

@@ -141,7 +141,7 @@ def test_what_is_given_up_while_it_is_computed_ends_at_the_next_layer_and_leaves
     rig.ask(rig.forward(1, slot=0))
     assert halfway.reached.wait(30)
     rig.ask(
-        messages.ListAccumulated(request=7, step=Step(1)),
+        messages.PrepareRound(request=7, step=Step(1)),
         messages.Discard(request=1),
         rig.forward(2, slot=1),
     )
@@ -149,7 +149,7 @@ def test_what_is_given_up_while_it_is_computed_ends_at_the_next_layer_and_leaves
     given_up, accumulated, done = rig.link.receive(), rig.link.receive(), rig.link.receive()
     assert isinstance(given_up, messages.Failed)
     assert (given_up.request, given_up.code) == (1, "discarded")
-    assert isinstance(accumulated, messages.AccumulatedMicrobatches)
+    assert isinstance(accumulated, messages.RoundPrepared)
     assert isinstance(done, messages.ForwardDone), "what came meanwhile is not lost"
 
     # The backward pass of the other one: nothing of it is added.
@@ -163,9 +163,9 @@ def test_what_is_given_up_while_it_is_computed_ends_at_the_next_layer_and_leaves
     given_up = rig.link.receive()
     assert isinstance(given_up, messages.Failed)
     assert (given_up.request, given_up.code) == (3, "discarded")
-    rig.ask(messages.ListAccumulated(request=8, step=Step(1)))
+    rig.ask(messages.PrepareRound(request=8, step=Step(1)))
     told = rig.link.receive()
-    assert isinstance(told, messages.AccumulatedMicrobatches)
+    assert isinstance(told, messages.RoundPrepared)
     assert told.microbatches == ()
 
 
@@ -188,17 +188,17 @@ def test_control_goes_first_then_backwards_then_forwards_in_order_of_arrival(rig
         messages.RunBackward(request=4, forward=1, slot=1, nbytes=nbytes),
         messages.Discard(request=2),
         rig.forward(5, slot=0).model_copy(update={"nbytes": 3}),
-        messages.ListAccumulated(request=6, step=Step(1)),
+        messages.PrepareRound(request=6, step=Step(1)),
     )
     answers = [rig.link.receive() for _ in range(5)]
     assert [type(answer).__name__ for answer in answers] == [
-        "Failed", "AccumulatedMicrobatches", "BackwardDone", "ForwardDone", "Failed",
+        "Failed", "RoundPrepared", "BackwardDone", "ForwardDone", "Failed",
     ]  # fmt: skip
     assert [answer.request for answer in answers if answer] == [2, 6, 4, 3, 5]
     discarded, accumulated, _, _, misfit = answers
     assert isinstance(discarded, messages.Failed)
     assert discarded.code == "discarded"
-    assert isinstance(accumulated, messages.AccumulatedMicrobatches)
+    assert isinstance(accumulated, messages.RoundPrepared)
     assert accumulated.microbatches == ()
     assert isinstance(misfit, messages.Failed)
     assert misfit.code == "bad_input"
@@ -256,13 +256,13 @@ def test_the_output_lies_where_the_input_was(rig: Rig) -> None:
 
 
 def test_full_memory_is_the_requests_failure_and_a_bug_is_not() -> None:
-    request = messages.ListAccumulated(request=3, step=Step(1))
+    request = messages.PrepareRound(request=3, step=Step(1))
 
-    def too_much(_: messages.ListAccumulated) -> messages.Numbered:
+    def too_much(_: messages.PrepareRound) -> messages.Numbered:
         torch.empty(2**50)
         raise AssertionError("there is no such memory")
 
-    def bug(_: messages.ListAccumulated) -> messages.Numbered:
+    def bug(_: messages.PrepareRound) -> messages.Numbered:
         torch.zeros(2) + torch.zeros(3)
         raise AssertionError("these shapes do not fit")
 
@@ -303,13 +303,13 @@ def limits(request: int, duty_cycle: float) -> messages.SetLimits:
 
 def test_a_worker_that_rests_answers_others_and_computes_after_its_rest(rig: Rig) -> None:
     rig.ask(limits(1, 0.05))
-    assert isinstance(rig.link.receive(), messages.LimitsSet)
+    assert isinstance(rig.link.receive(), messages.Done)
     rig.ask(rig.forward(2, slot=0), rig.forward(3, slot=1))
     begun = time.monotonic()
     first = rig.link.receive()
     assert isinstance(first, messages.ForwardDone)
     # The rest is some milliseconds long; what is asked meanwhile does not wait for its end.
-    rig.ask(messages.ListAccumulated(request=4, step=Step(1)))
+    rig.ask(messages.PrepareRound(request=4, step=Step(1)))
     answers = {
         answer.request: answer for answer in (rig.link.receive(), rig.link.receive()) if answer
     }
@@ -327,7 +327,7 @@ def test_a_rest_ends_when_its_limit_does(rig: Rig) -> None:
     ]
     # It would rest for weeks.
     rig.ask(
-        messages.ListAccumulated(request=5, step=Step(1)),
+        messages.PrepareRound(request=5, step=Step(1)),
         limits(6, 1.0),
     )
     answers = [rig.link.receive() for _ in range(4)]
@@ -354,26 +354,24 @@ def test_a_step_closes_between_the_forward_and_the_backward_of_the_next_one(
             request=7, step=Step(1), step_tokens=8, global_norm=1.0, learning_rate=0.1
         ),
         messages.ResetAccumulator(request=8, step=Step(1)),
-        messages.ListAccumulated(request=9, step=Step(3)),
     )
-    answers = [rig.link.receive() for _ in range(6)]
+    answers = [rig.link.receive() for _ in range(5)]
     # Control goes first; nothing of the step that closes is touched by the other, or the reverse.
-    prepared, norm, applied, over, empty, done = answers
+    prepared, norm, applied, over, done = answers
     assert isinstance(prepared, messages.RoundPrepared)
     assert prepared.microbatches == (1,)
     assert isinstance(norm, messages.NormComputed)
     assert isinstance(applied, messages.UpdateApplied)
-    assert applied.version == 1
     assert isinstance(over, messages.Failed)
     assert over.code == "wrong_step"
-    assert isinstance(empty, messages.AccumulatedMicrobatches)
-    assert empty.microbatches == ()
     assert isinstance(done, messages.BackwardDone)
     assert done.added
-    rig.ask(messages.ListAccumulated(request=10, step=Step(2)))
+    rig.ask(messages.PrepareRound(request=10, step=Step(2)))
     told = rig.link.receive()
-    assert isinstance(told, messages.AccumulatedMicrobatches)
+    assert isinstance(told, messages.RoundPrepared)
     assert told.microbatches == (2,)
+    assert rig.runner.version == 1
+    assert rig.runner.open_parameter_set(Step(3)).accumulator.contents.microbatches() == ()
 
 
 def test_of_two_steps_the_older_one_is_computed_first_and_within_it_the_lower_microbatch(

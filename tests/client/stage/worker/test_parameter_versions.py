@@ -89,7 +89,7 @@ class Pipeline:
             held = closing.prepare_round(Step(step), result)
             assert held == tuple(range(MICROBATCHES))
             results.append(result)
-            norms.append(closing.norm(Step(step), tokens, result).own)
+            norms.append(closing.norm(Step(step), tokens, result).own_squared)
         total = global_norm(norms)
         rate = learning_rate(self.manifest.optimizer, self.manifest.training.steps, step)
         for closing, result in zip(self.steps, results, strict=True):

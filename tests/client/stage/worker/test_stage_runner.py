@@ -488,7 +488,7 @@ def test_replicas_given_the_same_result_end_with_the_same_digest() -> None:
             norms = steps.norm(STEP, tokens, result)
             assert norms.finite
             expected = float((result.double() / tokens).square().sum())
-            assert norms.own == pytest.approx(expected, rel=1e-6)
+            assert norms.own_squared == pytest.approx(expected, rel=1e-6)
             assert steps.fingerprint().digest == before
             digest = steps.apply(STEP, tokens, 0.7, 1e-3, result).digest
             assert digest != before
@@ -535,7 +535,7 @@ def test_a_saved_state_goes_on_elsewhere_exactly(tmp_path) -> None:
     runner, steps, result = closed(manifest)[0]
     steps.apply(STEP, 64, 1.0, 1e-3, result)
     path = tmp_path / "state.safetensors"
-    assert steps.save(path, Version(1)) == path.stat().st_size
+    steps.save(path, Version(1))
     other = runners_of(manifest)[0]
     other_steps = StepRunner(other)
     assert other_steps.load(path, Version(1)) == steps.fingerprint()

@@ -437,7 +437,8 @@ def _the_added_one(digests: Any, me: int, worker: Any, check: Any, reduction: An
     from swarm_client.averaging.all_reduce.plan import slice_stops
     from swarm_shared.identity.linear_digest import DigestKey
 
-    elements = worker.own_elements if reduction.part == "own" else worker.tied_elements
+    sizes = worker.configured
+    elements = sizes.own_elements if reduction.part == "own" else sizes.tied_elements
     weights = reduction.weights or (1,) * len(reduction.members)
     starts = (0, *slice_stops(elements, weights))
     if len(weights) == 1 or starts[me] == starts[me + 1]:
@@ -506,7 +507,7 @@ def _false_norm(module: ModuleType) -> None:
     def norm(self: Any, *arguments: Any) -> Any:
         found = honest(self, *arguments)
         _lied()
-        return replace(found, own=found.own * 1.00001)
+        return found.model_copy(update={"own_squared": found.own_squared * 1.00001})
 
     module.StepRunner.norm = norm
 

@@ -31,25 +31,14 @@ class DeviceCopier(Protocol):
 
 def device_copier(accelerator: Accelerator, largest_bytes: int) -> DeviceCopier:
     """The copier of a device. Tensors above `largest_bytes` are copied without pinned memory."""
-    if accelerator.is_processor:
-        return NoCopier()
     if accelerator.streams is None:
         return WaitingCopier(accelerator.device)
     return StreamCopier(accelerator.device, accelerator.streams, largest_bytes)
 
 
-class NoCopier:
-    """The copier of the CPU: host and device are the same memory."""
-
-    def to_device(self, host: Tensor) -> Tensor:
-        return host
-
-    def to_host(self, tensor: Tensor) -> Tensor:
-        return tensor.detach()
-
-
 class WaitingCopier:
-    """The copier of a device without streams: each copy is complete when it returns."""
+    """The copier of a device without streams: each copy is complete when it returns. torch copies
+    nothing on the CPU, where host and device are the same memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
