@@ -64,7 +64,7 @@ from swarm_coordinator.storage.store import Store
 from swarm_shared.addresses.dial_order import Interfaces
 from swarm_shared.base.clock import wall
 from swarm_shared.base.error_groups import leaves
-from swarm_shared.base.errors import NetworkError, StorageError, SwarmError
+from swarm_shared.base.errors import NetworkError, StorageError, SwarmError, UsageError
 from swarm_shared.base.text import printable
 from swarm_shared.base.types import Generation, PeerId, Version
 from swarm_shared.credit.credit import normalised_team
@@ -388,7 +388,10 @@ class Coordinator:
             for peer in self._state.peers.values()
             if command.owner in (peer.peer, peer.profile.owner)
         ]
-        await self._admission_service.ban(command.owner, command.reason, devices)
+        try:
+            await self._admission_service.ban(command.owner, command.reason, devices)
+        except UsageError as error:
+            self._note(f"a ban by the run's own rules was not carried out: {error}")
 
     async def _prune_checkpoints(self, newest: Version) -> None:
         try:
