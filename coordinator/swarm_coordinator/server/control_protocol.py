@@ -80,8 +80,11 @@ theory and 100 kB in practice."""
 _RECEIPTS_PER_TURN = 8
 """Signatures verified before other tasks run: about a millisecond of work."""
 _MAX_CACHED_RECEIPTS = 200_000
-_MAX_KEPT_ENVELOPES = 50_000
-"""Envelopes kept as evidence: about 50 MB, and several steps of a large run."""
+_MAX_COUNTED_ENVELOPES = 50_000
+"""Envelopes of counted receipts kept as evidence: about 50 MB, and several steps of a large run."""
+_MAX_OTHER_ENVELOPES = 10_000
+"""Envelopes kept of receipts that have not counted yet. A peer can sign any number of these, and
+must not push out what it lied in."""
 
 
 def control_limits(manifest: Manifest) -> FrameLimits:
@@ -96,13 +99,19 @@ _Claimed = tuple[Step, MicrobatchIndex, StageIndex, PeerId, Claim]
 """A cell, its peer, and what the peer claims of it."""
 
 
+def _claimed_by(receipt: Receipt) -> _Claimed:
+    claim = Claim(receipt.transcript, receipt.loss_sum)
+    return receipt.step, receipt.microbatch, receipt.stage, receipt.peer, claim
+
+
 class ReceiptChecker:
     """Verifies receipts, each one once however often it is reported."""
 
     def __init__(self, run: RunId) -> None:
         self._run = run
         self._verified: OrderedDict[bytes, Receipt] = OrderedDict()
-        self._envelopes: OrderedDict[_Claimed, str] = OrderedDict()
+        self._counted: OrderedDict[_Claimed, str] = OrderedDict()
+        self._others: OrderedDict[_Claimed, str] = OrderedDict()
 
     async def check(self, envelopes: Sequence[str]) -> tuple[Receipt, ...]:
         """Return the receipts; ProtocolError when one of them is invalid."""
@@ -124,11 +133,18 @@ class ReceiptChecker:
         return tuple(found)
 
     def _keep(self, receipt: Receipt, envelope: str) -> None:
-        claim = Claim(receipt.transcript, receipt.loss_sum)
-        cell = (receipt.step, receipt.microbatch, receipt.stage, receipt.peer, claim)
-        self._envelopes[cell] = envelope
-        if len(self._envelopes) > _MAX_KEPT_ENVELOPES:
-            self._envelopes.popitem(last=False)
+        self._others[_claimed_by(receipt)] = envelope
+        if len(self._others) > _MAX_OTHER_ENVELOPES:
+            self._others.popitem(last=False)
+
+    def counted(self, receipt: Receipt) -> None:
+        """Keep the envelope of a receipt that has counted."""
+        key = _claimed_by(receipt)
+        envelope = self._others.pop(key, None)
+        if envelope is not None:
+            self._counted[key] = envelope
+            if len(self._counted) > _MAX_COUNTED_ENVELOPES:
+                self._counted.popitem(last=False)
 
     def envelope(self, verdict: VerdictRecord) -> str:
         """The signed receipt that a verdict is about, as evidence; empty for one of long ago.
@@ -138,7 +154,7 @@ class ReceiptChecker:
         if verdict.claim is None or verdict.microbatch is None:
             return ""
         cell = (verdict.step, verdict.microbatch, verdict.stage, verdict.audited, verdict.claim)
-        return self._envelopes.get(cell, "")
+        return self._counted.get(cell) or self._others.get(cell, "")
 
     def _verify(self, envelope: str) -> Receipt:
         receipt = Receipt.open(decode_envelope(envelope, "a receipt"))

@@ -29,10 +29,12 @@ from swarm_coordinator.core.events import (
     Command,
     Event,
     FetchSnapshot,
+    LeaseResolved,
     Note,
     PeerAttached,
     PeersRevoked,
     Persist,
+    ReceiptsVerified,
     Remember,
     RolledBack,
     Send,
@@ -71,6 +73,7 @@ from swarm_shared.credit.credit import normalised_team
 from swarm_shared.data.leaf_files import LeafFiles
 from swarm_shared.data.shards import write_missing_trees
 from swarm_shared.host.stop_signals import asks_again, stop_signals
+from swarm_shared.identity.credentials import Receipt
 from swarm_shared.identity.signed_manifest import run_id_of
 from swarm_shared.network import RelayLimits
 from swarm_shared.probe.address_proof import AddressProof
@@ -297,6 +300,8 @@ class Coordinator:
         except Exception as error:
             await self._ban_author(event, error)
             raise
+        if isinstance(event, ReceiptsVerified | LeaseResolved | PeerAttached):
+            self._keep_evidence(event.receipts)
         for command in commands:
             if isinstance(command, Send):
                 # By far the most frequent command; it never waits.
@@ -371,6 +376,14 @@ class Coordinator:
             self._nursery.start_soon(self._fetcher.fetch_stage, command, checkpoint)
         elif isinstance(command, CloseSession):
             self._sessions.finish(command.peer)
+
+    def _keep_evidence(self, receipts: Sequence[Receipt]) -> None:
+        """Keep the envelopes of the receipts that have counted."""
+        for receipt in receipts:
+            step = self._state.steps.numbered(receipt.step)
+            cell = step.table.get((receipt.microbatch, receipt.stage)) if step is not None else None
+            if cell is not None and cell.transcript is receipt.transcript:
+                self.control.receipts.counted(receipt)
 
     def _with_receipt(self, verdict: VerdictRecord) -> VerdictRecord:
         """The verdict with the audited receipt, which the core knows without its signature."""
