@@ -31,6 +31,7 @@ from swarm_coordinator.core.events import (
 )
 from swarm_coordinator.server.event_queue import EventQueue
 from swarm_coordinator.server.sessions import ClientSession, ClientSessions
+from swarm_shared.addresses.announced import PeerPlace
 from swarm_shared.base.errors import (
     AdmissionError,
     NetworkError,
@@ -40,7 +41,7 @@ from swarm_shared.base.errors import (
     VersionError,
 )
 from swarm_shared.base.types import MicrobatchIndex, PeerId, RunId, StageIndex, Step
-from swarm_shared.identity.credentials import Receipt
+from swarm_shared.identity.credentials import Receipt, open_carrier_binding
 from swarm_shared.identity.signing import decode_envelope
 from swarm_shared.identity.work_statements import AuditStatement, SumStatement
 from swarm_shared.network import FramedStream, FrameLimits
@@ -195,7 +196,7 @@ class ControlServer:
             return
         session = self.sessions.open(stream.remote, stream, certified_at, hello.instance)
         session.place = self.proof.place(stream.remote_address)
-        announced = self.proof.checked(hello.announced, session.place)
+        announced = self._checked(session.peer, hello.announced, session.place)
         proven = announced.model_dump(exclude={"kind", "carrier"}) | {"carrier": announced.carrier}
         checked = hello.model_copy(update=proven)
         owner = self.admission.owners.of(session.peer)
@@ -234,8 +235,25 @@ class ControlServer:
             await self.queue.put(self._announcement(session, announced))
 
     def _announcement(self, session: ClientSession, announced: AddressUpdate) -> Event:
-        checked = self.proof.checked(announced, session.place)
+        checked = self._checked(session.peer, announced, session.place)
         return MessageReceived(session.number, session.peer, checked)
+
+    def _checked(self, peer: PeerId, announced: AddressUpdate, place: PeerPlace) -> AddressUpdate:
+        """The announcement as other members may see it, with a p2pd only if the peer has signed
+        that it is its own: relays serve a p2pd as they serve its member."""
+        checked, carrier = self.proof.checked(announced, place), announced.carrier
+        if carrier is None:
+            return checked
+        try:
+            envelope = decode_envelope(carrier.binding, "a carrier binding")
+            bound = open_carrier_binding(envelope, peer, self.admission.clock())
+            if bound.carrier_peer_id == carrier.peer:
+                return checked
+            reason = f"its binding is of {bound.carrier_peer_id}"
+        except ProtocolError as error:
+            reason = str(error)
+        log.info("the p2pd %s that %s names does not count: %s", carrier.peer, peer, reason)
+        return checked.model_copy(update={"carrier": None})
 
     async def _read(self, session: ClientSession, nursery: trio.Nursery) -> None:
         """Receive messages until the stream ends or the client violates the protocol."""
