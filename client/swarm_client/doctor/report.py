@@ -24,6 +24,7 @@ from pydantic import Field
 
 from swarm_shared.base.errors import SwarmError
 from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.text import printable_line
 from swarm_shared.protocol import SOFTWARE_VERSION
 
 DOCUMENT_VERSION = 1
@@ -183,8 +184,9 @@ def summary(report: Report) -> str:
 
 
 def _wrapped(text: str, first: str, rest: str, width: int) -> list[str]:
+    # It may quote what the coordinator has said.
     return textwrap.wrap(
-        text, width, initial_indent=first, subsequent_indent=rest,
+        printable_line(text), width, initial_indent=first, subsequent_indent=rest,
         break_long_words=False, break_on_hyphens=False,
     ) or [first.rstrip()]  # fmt: skip
 

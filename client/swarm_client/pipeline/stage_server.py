@@ -184,6 +184,8 @@ class StageServer:
         try:
             with scope:
                 refusal = await self._try_to_serve(stream, message, payload)
+                # It must not wait in memory until the sender takes the refusal.
+                payload = b""
                 if refusal is not None:
                     self.refused[refusal.reason] += 1
                     await stream.send(encode(refusal), stall_seconds=ANSWER_STALL_SECONDS)

@@ -15,6 +15,10 @@ from swarm_shared.base.types import PeerId
 from swarm_shared.identity.credentials import open_owner_binding
 from swarm_shared.identity.signing import decode_envelope
 
+MAX_DEVICES = 100_000
+"""Devices whose bindings are kept; those whose hello is the oldest are forgotten first. In mode
+`open` one machine makes any number, and a device shows its binding with each hello."""
+
 
 class DeviceOwners:
     """The bindings in effect. A member's latest hello decides, as for its name."""
@@ -41,14 +45,19 @@ class DeviceOwners:
                 f"{device} names an owner and is the owner of other devices; "
                 f"bind every device to one key that is bound to none"
             )
+        self._unbind(device)
+        if owner is not None:
+            self._bound[device] = owner
+            self._devices[owner] += 1
+            if len(self._bound) > MAX_DEVICES:
+                self._unbind(next(iter(self._bound)))
+
+    def _unbind(self, device: PeerId) -> None:
         before = self._bound.pop(device, None)
         if before is not None:
             self._devices[before] -= 1
             if not self._devices[before]:
                 del self._devices[before]
-        if owner is not None:
-            self._bound[device] = owner
-            self._devices[owner] += 1
 
 
 def named_owner(device: PeerId, binding: str | None) -> PeerId | None:

@@ -23,6 +23,7 @@ from swarm_coordinator.durability.integrity_check import (
 from swarm_coordinator.durability.restore import restore_backup
 from swarm_coordinator.run_dir.folder import RunFolder, quoted
 from swarm_shared.base.errors import UsageError
+from swarm_shared.base.text import printable_line
 
 
 @click.command("verify")
@@ -43,7 +44,8 @@ def verify_command(run_dir: Path, as_json: bool, aside: bool) -> None:
         if as_json:
             click.echo(json.dumps({"good": True, **summary.model_dump(exclude={"files"})}))
         else:
-            click.echo(f"the backup is whole: step {summary.version} of {summary.name}")
+            whole = f"the backup is whole: step {summary.version} of {summary.name}"
+            click.echo(printable_line(whole))
         return
     folder = RunFolder.open(run_dir, complete=False)
     check = check_run(folder, (lambda line: None) if as_json else click.echo)
@@ -121,13 +123,15 @@ def restore_command(backup: Path, run_dir: Path, force: bool, files_only: bool) 
     read_summary(backup)
     done = restore_backup(backup, run_dir, force=force, files_only=files_only)
     if files_only:
-        click.echo(f"{run_dir} has the files of {done.summary.name}; its database is where it was")
+        name = printable_line(done.summary.name)
+        click.echo(f"{run_dir} has the files of {name}; its database is where it was")
         click.echo(
             f"start it as a standby with: swarm-coordinator start {quoted(run_dir)} --standby"
         )
         return
     click.echo(
-        f"{run_dir} is {done.summary.name} as it was at step {done.summary.version}; it continues "
+        f"{run_dir} is {printable_line(done.summary.name)} as it was at step "
+        f"{done.summary.version}; it continues "
         f"from its checkpoint of step {done.version}, as generation {done.generation + 1}"
     )
     if done.replaced is not None:

@@ -15,7 +15,7 @@ from typing import Any
 import trio
 
 from swarm_coordinator.admission.authority import REVOKED_SECONDS, AdmissionAuthority
-from swarm_coordinator.admission.book import PeerBanned
+from swarm_coordinator.admission.book import MAX_TEXT_CHARACTERS, PeerBanned
 from swarm_coordinator.admission.requests import (
     AdmissionChange,
     Request,
@@ -42,6 +42,7 @@ from swarm_coordinator.storage.records import PeerSeen
 from swarm_coordinator.storage.store import Store
 from swarm_shared.base.clock import Clock
 from swarm_shared.base.errors import AdmissionError, StorageError, SwarmError
+from swarm_shared.base.text import excerpt
 from swarm_shared.base.types import PeerId
 from swarm_shared.protocol import Refused, Roster, TransferHello
 from swarm_shared.transfer.transfer import CheckRemote, certificate_check
@@ -130,8 +131,11 @@ class AdmissionService:
         return change.answer(effect)
 
     async def ban(self, owner: PeerId, reason: str, devices: Sequence[PeerId]) -> None:
-        """Ban an owner by the run's own rules, with its attached devices."""
-        await self._carry_out(PeerBanned(owner, reason), (owner, *devices))
+        """Ban an owner by the run's own rules, with its attached devices. UsageError for the
+        organiser's own key."""
+        await self._carry_out(
+            PeerBanned(owner, excerpt(reason, MAX_TEXT_CHARACTERS)), (owner, *devices)
+        )
 
     async def _carry_out(
         self, request: Request, others: Sequence[PeerId] = ()

@@ -31,6 +31,7 @@ from swarm_coordinator.core.events import (
 )
 from swarm_coordinator.server.event_queue import EventQueue
 from swarm_coordinator.server.sessions import ClientSession, ClientSessions
+from swarm_shared.addresses.announced import PeerPlace
 from swarm_shared.base.errors import (
     AdmissionError,
     NetworkError,
@@ -40,7 +41,7 @@ from swarm_shared.base.errors import (
     VersionError,
 )
 from swarm_shared.base.types import MicrobatchIndex, PeerId, RunId, StageIndex, Step
-from swarm_shared.identity.credentials import Receipt
+from swarm_shared.identity.credentials import Receipt, open_carrier_binding
 from swarm_shared.identity.signing import decode_envelope
 from swarm_shared.identity.work_statements import AuditStatement, SumStatement
 from swarm_shared.network import FramedStream, FrameLimits
@@ -80,8 +81,11 @@ theory and 100 kB in practice."""
 _RECEIPTS_PER_TURN = 8
 """Signatures verified before other tasks run: about a millisecond of work."""
 _MAX_CACHED_RECEIPTS = 200_000
-_MAX_KEPT_ENVELOPES = 50_000
-"""Envelopes kept as evidence: about 50 MB, and several steps of a large run."""
+_MAX_COUNTED_ENVELOPES = 50_000
+"""Envelopes of counted receipts kept as evidence: about 50 MB, and several steps of a large run."""
+_MAX_OTHER_ENVELOPES = 10_000
+"""Envelopes kept of receipts that have not counted yet. A peer can sign any number of these, and
+must not push out what it lied in."""
 
 
 def control_limits(manifest: Manifest) -> FrameLimits:
@@ -96,13 +100,19 @@ _Claimed = tuple[Step, MicrobatchIndex, StageIndex, PeerId, Claim]
 """A cell, its peer, and what the peer claims of it."""
 
 
+def _claimed_by(receipt: Receipt) -> _Claimed:
+    claim = Claim(receipt.transcript, receipt.loss_sum)
+    return receipt.step, receipt.microbatch, receipt.stage, receipt.peer, claim
+
+
 class ReceiptChecker:
     """Verifies receipts, each one once however often it is reported."""
 
     def __init__(self, run: RunId) -> None:
         self._run = run
         self._verified: OrderedDict[bytes, Receipt] = OrderedDict()
-        self._envelopes: OrderedDict[_Claimed, str] = OrderedDict()
+        self._counted: OrderedDict[_Claimed, str] = OrderedDict()
+        self._others: OrderedDict[_Claimed, str] = OrderedDict()
 
     async def check(self, envelopes: Sequence[str]) -> tuple[Receipt, ...]:
         """Return the receipts; ProtocolError when one of them is invalid."""
@@ -124,11 +134,18 @@ class ReceiptChecker:
         return tuple(found)
 
     def _keep(self, receipt: Receipt, envelope: str) -> None:
-        claim = Claim(receipt.transcript, receipt.loss_sum)
-        cell = (receipt.step, receipt.microbatch, receipt.stage, receipt.peer, claim)
-        self._envelopes[cell] = envelope
-        if len(self._envelopes) > _MAX_KEPT_ENVELOPES:
-            self._envelopes.popitem(last=False)
+        self._others[_claimed_by(receipt)] = envelope
+        if len(self._others) > _MAX_OTHER_ENVELOPES:
+            self._others.popitem(last=False)
+
+    def counted(self, receipt: Receipt) -> None:
+        """Keep the envelope of a receipt that has counted."""
+        key = _claimed_by(receipt)
+        envelope = self._others.pop(key, None)
+        if envelope is not None:
+            self._counted[key] = envelope
+            if len(self._counted) > _MAX_COUNTED_ENVELOPES:
+                self._counted.popitem(last=False)
 
     def envelope(self, verdict: VerdictRecord) -> str:
         """The signed receipt that a verdict is about, as evidence; empty for one of long ago.
@@ -138,7 +155,7 @@ class ReceiptChecker:
         if verdict.claim is None or verdict.microbatch is None:
             return ""
         cell = (verdict.step, verdict.microbatch, verdict.stage, verdict.audited, verdict.claim)
-        return self._envelopes.get(cell, "")
+        return self._counted.get(cell) or self._others.get(cell, "")
 
     def _verify(self, envelope: str) -> Receipt:
         receipt = Receipt.open(decode_envelope(envelope, "a receipt"))
@@ -179,7 +196,7 @@ class ControlServer:
             return
         session = self.sessions.open(stream.remote, stream, certified_at, hello.instance)
         session.place = self.proof.place(stream.remote_address)
-        announced = self.proof.checked(hello.announced, session.place)
+        announced = self._checked(session.peer, hello.announced, session.place)
         proven = announced.model_dump(exclude={"kind", "carrier"}) | {"carrier": announced.carrier}
         checked = hello.model_copy(update=proven)
         owner = self.admission.owners.of(session.peer)
@@ -218,8 +235,25 @@ class ControlServer:
             await self.queue.put(self._announcement(session, announced))
 
     def _announcement(self, session: ClientSession, announced: AddressUpdate) -> Event:
-        checked = self.proof.checked(announced, session.place)
+        checked = self._checked(session.peer, announced, session.place)
         return MessageReceived(session.number, session.peer, checked)
+
+    def _checked(self, peer: PeerId, announced: AddressUpdate, place: PeerPlace) -> AddressUpdate:
+        """The announcement as other members may see it, with a p2pd only if the peer has signed
+        that it is its own: relays serve a p2pd as they serve its member."""
+        checked, carrier = self.proof.checked(announced, place), announced.carrier
+        if carrier is None:
+            return checked
+        try:
+            envelope = decode_envelope(carrier.binding, "a carrier binding")
+            bound = open_carrier_binding(envelope, peer, self.admission.clock())
+            if bound.carrier_peer_id == carrier.peer:
+                return checked
+            reason = f"its binding is of {bound.carrier_peer_id}"
+        except ProtocolError as error:
+            reason = str(error)
+        log.info("the p2pd %s that %s names does not count: %s", carrier.peer, peer, reason)
+        return checked.model_copy(update={"carrier": None})
 
     async def _read(self, session: ClientSession, nursery: trio.Nursery) -> None:
         """Receive messages until the stream ends or the client violates the protocol."""

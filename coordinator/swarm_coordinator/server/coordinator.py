@@ -29,10 +29,12 @@ from swarm_coordinator.core.events import (
     Command,
     Event,
     FetchSnapshot,
+    LeaseResolved,
     Note,
     PeerAttached,
     PeersRevoked,
     Persist,
+    ReceiptsVerified,
     Remember,
     RolledBack,
     Send,
@@ -64,13 +66,14 @@ from swarm_coordinator.storage.store import Store
 from swarm_shared.addresses.dial_order import Interfaces
 from swarm_shared.base.clock import wall
 from swarm_shared.base.error_groups import leaves
-from swarm_shared.base.errors import NetworkError, StorageError, SwarmError
+from swarm_shared.base.errors import NetworkError, StorageError, SwarmError, UsageError
 from swarm_shared.base.text import printable
 from swarm_shared.base.types import Generation, PeerId, Version
 from swarm_shared.credit.credit import normalised_team
 from swarm_shared.data.leaf_files import LeafFiles
 from swarm_shared.data.shards import write_missing_trees
 from swarm_shared.host.stop_signals import asks_again, stop_signals
+from swarm_shared.identity.credentials import Receipt
 from swarm_shared.identity.signed_manifest import run_id_of
 from swarm_shared.network import RelayLimits
 from swarm_shared.probe.address_proof import AddressProof
@@ -297,6 +300,8 @@ class Coordinator:
         except Exception as error:
             await self._ban_author(event, error)
             raise
+        if isinstance(event, ReceiptsVerified | LeaseResolved | PeerAttached):
+            self._keep_evidence(event.receipts)
         for command in commands:
             if isinstance(command, Send):
                 # By far the most frequent command; it never waits.
@@ -372,6 +377,14 @@ class Coordinator:
         elif isinstance(command, CloseSession):
             self._sessions.finish(command.peer)
 
+    def _keep_evidence(self, receipts: Sequence[Receipt]) -> None:
+        """Keep the envelopes of the receipts that have counted."""
+        for receipt in receipts:
+            step = self._state.steps.numbered(receipt.step)
+            cell = step.table.get((receipt.microbatch, receipt.stage)) if step is not None else None
+            if cell is not None and cell.transcript is receipt.transcript:
+                self.control.receipts.counted(receipt)
+
     def _with_receipt(self, verdict: VerdictRecord) -> VerdictRecord:
         """The verdict with the audited receipt, which the core knows without its signature."""
         if verdict.evidence is None:
@@ -388,7 +401,10 @@ class Coordinator:
             for peer in self._state.peers.values()
             if command.owner in (peer.peer, peer.profile.owner)
         ]
-        await self._admission_service.ban(command.owner, command.reason, devices)
+        try:
+            await self._admission_service.ban(command.owner, command.reason, devices)
+        except UsageError as error:
+            self._note(f"a ban by the run's own rules was not carried out: {error}")
 
     async def _prune_checkpoints(self, newest: Version) -> None:
         try:

@@ -111,7 +111,11 @@ class LinkReports:
     def links(self) -> Links:
         """Links by reporter, including the last ones of detached peers."""
         found = {peer: tuple(of.links.values()) for peer, of in self._of.items() if of.links}
-        return {**found, self._node.peer_id: self._node.link_bytes()}
+        return {**found, self._node.peer_id: self._own_links()}
+
+    def _own_links(self) -> tuple[LinkBytes, ...]:
+        """The coordinator's links to peers of the run; strangers can make any number of others."""
+        return tuple(filter(self._is_of_run, self._node.link_bytes()))
 
     def paths(self, attached: Container[PeerId]) -> Paths:
         """Paths of the attached peers. Also forgets detached reporters beyond the limit."""
@@ -130,7 +134,7 @@ class LinkReports:
         coordinator's own. Links that are not taken stay unsaved."""
         for peers in batched(list(self._unsaved), REPORTERS_AT_ONCE):
             yield {peer: tuple(self._unsaved.pop(peer).values()) for peer in peers}
-        for links in batched(self._node.link_bytes(), LINKS_AT_ONCE):
+        for links in batched(self._own_links(), LINKS_AT_ONCE):
             yield {self._node.peer_id: tuple(links)}
 
 

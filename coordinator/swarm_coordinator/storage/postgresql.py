@@ -56,15 +56,24 @@ class PostgresqlConnection:
         self.raw = raw
 
     def execute(self, sql: str, parameters: Sequence[Any] = (), /) -> Any:
-        return self.raw.execute(_to_psycopg(sql), parameters or None)
+        return self.raw.execute(_to_psycopg(sql), _storable(parameters) or None)
 
     def executemany(self, sql: str, parameters: Iterable[Sequence[Any]], /) -> object:
         with self.raw.cursor() as cursor:
-            cursor.executemany(_to_psycopg(sql), list(parameters))
+            cursor.executemany(_to_psycopg(sql), list(map(_storable, parameters)))
         return None
 
     def close(self) -> None:
         self.raw.close()
+
+
+def _storable(values: Sequence[Any]) -> tuple[Any, ...]:
+    """The values without NUL characters, which PostgreSQL's texts cannot contain and SQLite's can:
+    a peer's name or protocol with one would keep the rows of others out."""
+    return tuple(
+        value.replace("\0", "\N{REPLACEMENT CHARACTER}") if isinstance(value, str) else value
+        for value in values
+    )
 
 
 @functools.lru_cache(maxsize=256)

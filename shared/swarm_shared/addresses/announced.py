@@ -10,6 +10,7 @@ and transports other than TCP are passed on by none (docs/decisions, number 0033
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,8 @@ INSIDE = "inside"
 in a network of its own, or on its machine."""
 
 SITE_BYTES = 8
+
+_PEER_BEHIND_CIRCUIT = re.compile(r"(?:/p2p/[0-9A-Za-z]{1,60})?")
 
 RelayAddresses = Callable[[PeerId], Sequence[str]]
 """The addresses, private ones included, at which a relay is known to be; none for other peers."""
@@ -111,6 +114,6 @@ def _relay_address(address: str, relays: RelayAddresses) -> str | None:
     way, _, rest = address.partition(CIRCUIT)
     head, named, relay = way.rpartition("/p2p/")
     # A peer may name itself behind the circuit; nothing else may follow there.
-    ends = not rest or (rest.startswith("/p2p/") and rest.count("/") == 2)
+    ends = _PEER_BEHIND_CIRCUIT.fullmatch(rest)
     known = {address.partition("/p2p/")[0] for address in relays(PeerId(relay))}
     return head if named and ends and head in known else None

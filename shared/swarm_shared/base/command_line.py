@@ -23,6 +23,7 @@ import click
 
 from swarm_shared.base.error_groups import expected_error
 from swarm_shared.base.errors import StorageError
+from swarm_shared.base.text import printable_line
 from swarm_shared.base.user_folders import log_folder
 
 UNEXPECTED_EXIT_CODE = 1
@@ -85,7 +86,7 @@ def print_event(text: str) -> None:
     """
     now = datetime.datetime.now().strftime("%H:%M:%S")
     try:
-        click.echo(f"{now}  {text}")
+        click.echo(f"{now}  {printable_line(text)}")
     except OSError as error:
         if error.errno in (errno.EPIPE, errno.EIO):
             _discard_output()
@@ -149,7 +150,8 @@ def _fail(program: str, error: BaseException, log_folders: Callable[[], Sequence
 
 
 def _print_error(program: str, sentence: str, exit_code: int) -> int:
-    print(f"{program}: error: {sentence}", file=sys.stderr)
+    # It may quote what a remote has said, as the reason of a refusal.
+    print(f"{program}: error: {printable_line(sentence)}", file=sys.stderr)
     return exit_code
 
 

@@ -8,7 +8,10 @@ from dataclasses import dataclass
 
 IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
-_MULTIADDR = re.compile(r"/ip([46])/([0-9a-fA-F.:]{2,45})/tcp/([0-9]{1,5})(?:/p2p/[0-9A-Za-z]+)?")
+_MULTIADDR = re.compile(
+    r"/ip([46])/([0-9a-fA-F.:]{2,45})/tcp/([0-9]{1,5})(?:/p2p/[0-9A-Za-z]{1,60})?"
+)
+"""With a bound for each part: others put a peer ID behind an address that counts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,3 +98,8 @@ def excerpt(text: str, characters: int) -> str:
 def printable(text: str, replacement: str = "\N{REPLACEMENT CHARACTER}") -> str:
     """Replace every control character, so that text from a remote cannot steer a terminal."""
     return "".join(c if c.isprintable() else replacement for c in text)
+
+
+def printable_line(text: str) -> str:
+    """Return text that may contain a remote's as one line without control characters."""
+    return printable(" ".join(text.splitlines()))

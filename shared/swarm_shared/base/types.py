@@ -22,6 +22,8 @@ MAX_PEERS: Final = 65_536
 """Most peers in a list of all members, or of all revoked peers."""
 MAX_ADDRESSES: Final = 32
 """Most addresses of a peer: a machine with several interfaces, both IP versions and some relays."""
+MAX_ADDRESS_CHARACTERS: Final = 300
+"""Longest multiaddr."""
 MAX_SHARDS: Final = 32_768
 """Most files of training data that a manifest lists."""
 MAX_MIRRORS: Final = 8
@@ -106,7 +108,7 @@ Credit = Magnitude
 
 Text = Annotated[str, Field(max_length=MAX_SENTENCE_CHARACTERS)]
 """A sentence for people: a reason, a device's name."""
-Address = Annotated[str, Field(max_length=300)]
+Address = Annotated[str, Field(max_length=MAX_ADDRESS_CHARACTERS)]
 """A multiaddr."""
 Url = Annotated[str, Field(max_length=2_000)]
 Envelope = Annotated[str, Field(max_length=8_192)]

@@ -20,7 +20,7 @@ from swarm_client.doctor.report import (
     table,
     warning,
 )
-from swarm_shared.base.errors import CapacityError, InviteError, NetworkError
+from swarm_shared.base.errors import AdmissionError, CapacityError, InviteError, NetworkError
 
 
 def report(*checks: Check) -> Report:
@@ -91,3 +91,10 @@ def test_the_table_tells_the_fix_and_counts() -> None:
     assert text.endswith(f"1 problem, 1 warning, {len(CHECKS) - 2} skipped (checked in 2.5 s)")
     every = Report.of([ok(id, "fine") for id in CHECKS], 0.0, 1.0)
     assert table(every, 80).endswith("everything is in order (checked in 1.0 s)")
+
+
+def test_what_a_coordinator_says_does_not_steer_the_terminal() -> None:
+    said = "the run refuses: \x1b[2J\x1b]0;title\x07\r\n\N{RIGHT-TO-LEFT OVERRIDE}"
+    text = table(report(problem("admission", AdmissionError, said, "Ask.")), 80)
+    assert all(line.isprintable() for line in text.splitlines())
+    assert "the run refuses" in text

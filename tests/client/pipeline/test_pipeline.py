@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import itertools
 import random
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -56,6 +57,7 @@ from swarm_shared.protocol import (
     encode,
     parse,
     stage_answers,
+    stage_requests,
 )
 from swarm_shared.scheduling.routing import StageRouting
 from swarm_shared.volunteer_rules.latency import LatencyEstimate
@@ -754,3 +756,25 @@ async def test_who_does_not_read_its_answers_gives_its_places_back(
         with pytest.raises(LinkClosed):
             await send_without_end(stream)
         assert last.node.handler_errors == {}
+
+
+async def test_what_is_refused_is_not_kept_until_its_sender_reads_that() -> None:
+    class Unread:
+        def __init__(self, remote: str) -> None:
+            self.remote = remote
+
+        async def send(self, header: bytes, **limits: object) -> None:
+            await trio.sleep_forever()
+
+    async with world() as w, w.peer(0) as sender, w.peer(1) as last, trio.open_nursery() as nursery:
+        payload = bytearray(100)
+        before = sys.getrefcount(payload)
+        message = parse(stage_requests, forward(1, step=9))
+        scope = trio.CancelScope()
+        stream: Any = Unread(sender.node.peer_id)
+        serve = last.server._serve
+        nursery.start_soon(serve, stream, message, payload, scope, {1: scope})
+        await trio.testing.wait_all_tasks_blocked(0.01)
+        assert last.server.refused[RefusalReason.WRONG_STEP] == 1
+        assert sys.getrefcount(payload) == before
+        nursery.cancel_scope.cancel()

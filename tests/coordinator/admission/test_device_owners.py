@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from kits.coordinator import run as run_kit
 from kits.coordinator.shell_world import client, hello_for, make_run, served
 from kits.swarm_world.event_bench import Bench
+from swarm_coordinator.admission import device_owners
 from swarm_coordinator.admission.device_owners import DeviceOwners, named_owner
 from swarm_coordinator.core.events import AppliedStep, StageShare
 from swarm_coordinator.dashboard.database_reader import DatabaseReader
@@ -235,3 +236,17 @@ async def test_a_forged_binding_adds_nothing_to_the_victims_row_and_does_not_hid
     assert [(row.id_end, row.name, row.tokens) for row in rows] == [
         (ATTACKER.peer_id[-8:], "vera", 4), (VICTIM.peer_id[-8:], "vera", 3),
     ]  # fmt: skip
+
+
+def test_the_bindings_of_any_number_of_devices_are_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(device_owners, "MAX_DEVICES", 3)
+    owners = DeviceOwners()
+    for number in range(6):
+        owners.enter(PeerId(f"device-{number}"), PeerId(f"owner-{number}"))
+        owners.enter(PeerId("device-0"), PeerId("owner-0"))  # comes again and again
+    known = [number for number in range(6) if owners.of(PeerId(f"device-{number}"))]
+    assert known == [0, 4, 5]
+    # Of a forgotten owner no trace is left: its key may be a device of another one.
+    owners.enter(PeerId("owner-1"), PeerId("owner-9"))

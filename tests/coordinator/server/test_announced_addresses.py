@@ -7,6 +7,7 @@ coordinator, as any host of the internet is not.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -19,7 +20,9 @@ from kits.peer_names import named
 from swarm_client.membership.roster import RosterView
 from swarm_shared.base.errors import NetworkError
 from swarm_shared.base.types import PeerId
+from swarm_shared.identity.credentials import CarrierBinding
 from swarm_shared.identity.keys import Identity
+from swarm_shared.identity.signing import encode_envelope
 from swarm_shared.protocol import (
     AddressUpdate,
     CarrierAddress,
@@ -77,16 +80,52 @@ async def record_of(one: Client, view: RosterView, peer: PeerId) -> PeerRecord:
     return record
 
 
+def bound_carrier(signer: Identity, **changes: object) -> CarrierAddress:
+    """A p2pd with the signer's binding."""
+    peer, expires = named("carrier"), time.time() + 3600.0
+    binding = CarrierBinding(peer=signer.peer_id, carrier_peer_id=peer, expires=expires)
+    values = {"peer": peer, "addresses": (), "binding": encode_envelope(binding.sign(signer))}
+    return CarrierAddress.model_validate({**values, **changes})
+
+
+async def test_a_p2pd_counts_only_with_its_members_signature(tmp_path: Path) -> None:
+    """The coordinator and relays serve a p2pd as a member: no member can have them serve anyone."""
+    folder, own, other = make_run(tmp_path / "run"), Identity.generate(), Identity.generate()
+    banned = Identity.generate().peer_id
+    async with served(folder) as run, client(run.invite, own) as one, client(run.invite) as second:
+        await one.hold(0, carrier=bound_carrier(own))
+        await second.hold(1)
+        view = RosterView()
+        assert (await record_of(second, view, own.peer_id)).carrier is not None
+        false = (
+            bound_carrier(own, binding=""), bound_carrier(own, peer=banned), bound_carrier(other),
+            bound_carrier(own),
+        )  # fmt: skip
+        for carrier, counts in zip(false, (False, False, False, True), strict=True):
+            update = AddressUpdate(
+                addresses=(), carrier=carrier, reachability=Reachability.PUBLIC, offers_relay=False
+            )
+            await one.send(update)
+            with trio.fail_after(10):
+                while (view.get(own.peer_id).carrier is not None) is not counts:  # type: ignore[union-attr]
+                    message = await second.receive()
+                    if isinstance(message, Roster):
+                        view.replace(message)
+                    elif isinstance(message, RosterChange):
+                        view.change(message)
+            assert view.knows(banned) is False
+
+
 async def test_no_member_is_sent_to_a_machine_that_another_one_names(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "run")
+    folder, liar = make_run(tmp_path / "run"), Identity.generate()
     async with (
         served(folder) as run,
         foreign_machine() as foreign,
-        client(run.invite) as attacker,
+        client(run.invite, liar) as attacker,
         client(run.invite) as honest,
     ):
         lies = foreign.announced()
-        carrier = CarrierAddress(peer=named("carrier"), addresses=lies, binding="", local=lies)
+        carrier = bound_carrier(liar, addresses=lies, local=lies)
         await attacker.hold(0, addresses=lies, carrier=carrier, local=lies, site="x")
         await attacker.send(
             AddressUpdate(

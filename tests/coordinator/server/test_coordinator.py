@@ -30,10 +30,12 @@ from kits.coordinator.shell_world import (
     train_to_the_end,
 )
 from swarm_coordinator.core.events import (
+    Ban,
     Command,
     Event,
     HeldAccountRecord,
     HeldTimeRecord,
+    MessageReceived,
     PeerAttached,
 )
 from swarm_coordinator.core.state.run import RunState
@@ -506,3 +508,34 @@ async def test_a_second_ctrl_c_ends_at_once(folder: RunFolder) -> None:
             assert await trio.to_thread.run_sync(started.stop) == 130
             nursery.cancel_scope.cancel()
     assert history(folder.database).restored.version == 2
+
+
+@pytest.mark.parametrize("of", ["a volunteer", "the organiser"])
+async def test_a_ban_by_the_runs_own_rules_ends_no_coordinator(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, of: str
+) -> None:
+    """What a lost audit says can be longer than the reason of a ban; a device of the organiser's
+    own can be bound to the key of the run."""
+    reason = 300 * "what it computed "
+
+    def bans(state: RunState, event: Event, now: float) -> list[Command]:
+        commands = transition(state, event, now)
+        if isinstance(event, MessageReceived) and isinstance(event.message, MaskRequest):
+            owner = event.peer if of == "a volunteer" else state.start.record.peer
+            commands.append(Ban(owner, reason))
+        return commands
+
+    transition = coordinator.transition
+    monkeypatch.setattr(coordinator, "transition", bans)
+    async with served(folder) as run, client(run.invite) as one, client(run.invite) as other:
+        await one.join()
+        await one.send(MaskRequest(request=1, step=Step(1), microbatch=MicrobatchIndex(0)))
+        if of == "a volunteer":
+            refused = await one.until(Refused)
+            assert "what it computed what it computed" in refused.reason
+        else:
+            with trio.fail_after(10):
+                while not any("is this run's own coordinator" in line for line in run.lines):
+                    await trio.sleep(0.02)
+        await other.join()
+        assert not run.ended.is_set()

@@ -170,6 +170,18 @@ def test_links_and_paths_to_peers_that_are_not_of_the_run_take_no_place() -> Non
     assert saved(told) == {ANNA: (link(BERT, 1), link(OWN, 2)), BERT: (link(ANNA, 3),)}
 
 
+def test_the_coordinators_links_to_strangers_are_neither_shown_nor_saved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    strangers = tuple(link(f"stranger-{number}", 1) for number in range(3))
+    own = (link(ANNA, 1), *strangers, link(BERT, 2))
+    monkeypatch.setattr(OwnNode, "link_bytes", lambda self: own)
+    told = LinkReports(OwnNode(), {BERT}.__contains__)  # type: ignore[arg-type]
+    hear(told, 1, ANNA)  # and has left since
+    assert told.links()[OWN] == (link(ANNA, 1), link(BERT, 2))
+    assert saved(told)[OWN] == (link(ANNA, 1), link(BERT, 2))
+
+
 def test_links_of_made_up_protocols_take_no_place() -> None:
     told = reports()
     for number in range(1_000):

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
 from kits import lost_audit as kit
+from kits.coordinator.shell_world import make_run, served
 from swarm_coordinator.core.events import VerdictRecord
+from swarm_coordinator.server import control_protocol
 from swarm_coordinator.server.control_protocol import ReceiptChecker
 from swarm_shared.base.transcript import Transcript
 from swarm_shared.base.types import RunId, Step
+from swarm_shared.identity.credentials import Receipt
 from swarm_shared.trust.votes import Claim
 
 RUN = RunId("ab" * 32)
@@ -28,3 +35,35 @@ async def test_a_liar_that_signs_the_truth_later_does_not_replace_the_evidence()
     assert checker.envelope(verdict(kit.FALSE)) == false
     assert checker.envelope(verdict(kit.TRUE)) == true
     assert ReceiptChecker(RUN).envelope(verdict(kit.FALSE)) == ""
+
+
+async def test_what_a_liar_signs_later_does_not_push_out_the_evidence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(control_protocol, "_MAX_OTHER_ENVELOPES", 10)
+    checker = ReceiptChecker(RUN)
+    false = kit.receipt(RUN)
+    (counted,) = await checker.check([false])
+    checker.counted(counted)
+    for number in range(20):
+        transcript = kit.TRUE.model_copy(update={"gradient": f"{number:032x}"})
+        await checker.check([kit.receipt(RUN, transcript=transcript)])
+    assert checker.envelope(verdict(kit.FALSE)) == false
+
+
+async def test_receipts_that_count_in_a_run_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: set[tuple[int, int, int]] = set()
+    counted = ReceiptChecker.counted
+
+    def recording(self: ReceiptChecker, receipt: Receipt) -> None:
+        kept.add((receipt.step, receipt.microbatch, receipt.stage))
+        counted(self, receipt)
+
+    monkeypatch.setattr(ReceiptChecker, "counted", recording)
+    async with served(make_run(tmp_path / "run", steps=2)) as run:
+        await run.train()
+    assert {cell for cell in kept if cell[0] <= 2} == {
+        (step, microbatch, stage) for step in (1, 2) for microbatch in (0, 1) for stage in (0, 1)
+    }

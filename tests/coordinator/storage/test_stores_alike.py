@@ -299,3 +299,21 @@ def test_the_digests_of_the_runs_version_are_restored(store: Store) -> None:
 def test_a_run_that_was_never_started_has_no_history(place: DatabaseLocation) -> None:
     with pytest.raises(StorageError, match="has not been started"):
         history(place)
+
+
+def test_a_text_with_a_nul_character_keeps_no_other_row_out(place: DatabaseLocation) -> None:
+    store = open_store(place)
+    store.next_generation()
+    links = {
+        ANNA: (LinkBytes(remote=BERT, protocol="/\0", sent=1, received=2),),
+        BERT: (LinkBytes(remote=ANNA, protocol="/good", sent=3, received=4),),
+    }
+    store.post(PeerSeen(ANNA, "anna\0"))
+    store.post(LinksReported(links))
+    store.close()
+    with open_for_reading(place) as connection:
+        names = connection.execute("SELECT peer, name FROM peers ORDER BY name").fetchall()
+        protocols = connection.execute("SELECT protocol FROM links WHERE sent = 3").fetchall()
+    assert {peer for peer, _ in names} == {ANNA, BERT}
+    assert [name.rstrip("\0\N{REPLACEMENT CHARACTER}") for _, name in names if name] == ["anna"]
+    assert [tuple(row) for row in protocols] == [("/good",)]

@@ -60,6 +60,8 @@ def test_an_address_at_which_the_peer_was_dialled_back_counts():
         f"{AT_RELAY}/p2p/{STRANGER}/p2p-circuit",
         f"{AT_RELAY}/p2p/{RELAY}/p2p-circuit/p2p/x/p2p-circuit",
         f"/dns4/router.lan/tcp/80/p2p/{RELAY}/p2p-circuit",
+        "/ip4/203.0.113.5/tcp/4001/p2p/" + 200 * "x",
+        f"{AT_RELAY}/p2p/{RELAY}/p2p-circuit/p2p/" + 100 * "x",
     ],
 )  # fmt: skip
 def test_names_other_transports_and_unknown_relays_are_never_passed_on(address: str):

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 import pytest
 
-from swarm_shared.base.command_line import LazyGroup, run_command_line
+from swarm_shared.base.command_line import LazyGroup, print_event, run_command_line
 from swarm_shared.base.errors import NetworkError, StorageError
 
 
@@ -46,6 +46,18 @@ def test_an_error_is_one_sentence_and_its_exit_code(
     written = capfd.readouterr().err
     assert sentence in written
     assert written.count("program: error:") == bool(sentence)
+
+
+def test_what_a_remote_says_neither_steers_the_terminal_nor_begins_a_line(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    said = "no\x1b]0;title\x07\x1b[2J\r\nprogram: error: \N{RIGHT-TO-LEFT OVERRIDE}fine"
+    run_command_line(shell(NetworkError(said)), "program", ["work"])
+    print_event(said)
+    written = capfd.readouterr()
+    for text in (written.out, written.err):
+        assert text.endswith("\n")
+        assert text[:-1].isprintable()
 
 
 def test_a_reader_that_has_ended_is_no_error_and_is_written_to_no_more(

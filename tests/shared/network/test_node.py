@@ -499,3 +499,16 @@ async def test_what_the_block_raises_comes_out_as_it_was() -> None:
     with pytest.raises(KeyError, match="mine"):
         async with open_node(Identity.generate()):
             raise KeyError("mine")
+
+
+async def test_nothing_is_remembered_of_strangers_that_have_gone() -> None:
+    """py-libp2p's connector notes each one, to dial it less often, and here never forgets it."""
+    async with open_node(Identity.generate(), [ANY_PORT]) as server:
+        for _ in range(3):
+            async with open_node(Identity.generate()) as client:
+                await client.connect(server.peer_id, server.addresses)
+        with trio.fail_after(10):
+            while server.connected_peers:
+                await trio.sleep(0.01)
+        await trio.testing.wait_all_tasks_blocked(0.05)
+        assert not server._swarm.auto_connector._recent_disconnects

@@ -2,24 +2,23 @@
 
 The search is implemented here because miniupnpc accepts the first host that answers. An answer
 counts when it comes from the default gateway and points to the default gateway; miniupnpc then
-reads that router's description and calls its functions. It blocks, so it runs in a thread with a
-timeout; py-libp2p depends on it.
+reads that router's description and calls its functions, each in a process of its own (`upnp_call`);
+py-libp2p depends on it.
 """
 
 from __future__ import annotations
 
 import ipaddress
+import json
 import logging
 import random
-import re
-from collections.abc import Callable
-from typing import Any, Final, TypeVar
+import subprocess
+import sys
+from typing import Final
 
-import anyio
-import anyio.to_thread
-import miniupnpc
 import trio
 
+from swarm_client.connectivity.port_mapping import upnp_call
 from swarm_client.connectivity.port_mapping.gateway import Gateway
 from swarm_shared.base.errors import LinkTimeout, NetworkError
 
@@ -46,8 +45,6 @@ _OWN_PORTS = range(49_152, 65_536)
 
 NO_LEASES: Final = "OnlyPermanentLeasesSupported"
 CONFLICT: Final = "ConflictInMappingEntry"
-
-T = TypeVar("T")
 
 
 class RouterError(NetworkError):
@@ -86,8 +83,7 @@ def description_url(datagram: bytes, gateway: ipaddress.IPv4Address) -> str | No
 
 def is_at(url: str, gateway: ipaddress.IPv4Address) -> bool:
     """Whether `url` is plain HTTP to the gateway's own address, under any reading."""
-    host = re.escape(str(gateway))
-    return re.fullmatch(rf"http://{host}(:[0-9]{{1,5}})?(/[!-~]*)?", url) is not None
+    return upnp_call.is_at(url, str(gateway))
 
 
 async def _search(gateway: Gateway) -> str:
@@ -120,24 +116,22 @@ async def _first_answer(udp: trio.socket.SocketType, gateway: Gateway) -> str:
 
 
 class UpnpRouter:
-    """The router, through miniupnpc. One call at a time."""
+    """The router, through miniupnpc."""
 
     protocol: Final = "upnp"
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway, url: str = "") -> None:
+        """`url`: where the router's description is; searched if empty."""
         self.external_address = ipaddress.IPv4Address(0)
         self._gateway = gateway
-        self._url = ""
-        self._upnp: Any = None
-        # A limiter of its own: threads blocked by a silent router must not use up the daemon's.
-        self._threads = anyio.CapacityLimiter(2)
+        self._url = url
 
     async def refresh(self) -> None:
         """Read the external address. NetworkError when there is no such router, LinkTimeout without
         an answer."""
         if not self._url:
             self._url = await _search(self._gateway)
-        text = str(await self._call(lambda upnp: upnp.externalipaddress()))
+        text = await self._call("externalipaddress")
         try:
             self.external_address = ipaddress.IPv4Address(text)
         except ValueError as error:
@@ -161,11 +155,7 @@ class UpnpRouter:
 
     async def _map(self, port: int, external_port: int, lifetime_seconds: int) -> None:
         try:
-            await self._call(
-                lambda upnp: upnp.addportmapping(
-                    external_port, "TCP", upnp.lanaddr, port, DESCRIPTION, "", lifetime_seconds
-                )
-            )
+            await self._call("addportmapping", external_port, port, DESCRIPTION, lifetime_seconds)
         except RouterError as error:
             if error.code != NO_LEASES or not lifetime_seconds:
                 raise
@@ -174,37 +164,23 @@ class UpnpRouter:
             await self._map(port, external_port, 0)
 
     async def unmap(self, port: int, external_port: int) -> None:
-        await self._call(lambda upnp: upnp.deleteportmapping(external_port, "TCP", ""))
+        await self._call("deleteportmapping", external_port)
 
-    async def _open(self) -> None:
-        """Read the router's description."""
-        self._upnp = miniupnpc.UPnP()
-        control_url = await self._call(lambda upnp: upnp.selectigd(self._url))
-        if not isinstance(control_url, str) or not is_at(control_url, self._gateway.address):
-            self._upnp = None
-            raise NetworkError("the router's description points to another host")
-
-    async def _call(self, function: Callable[[Any], T]) -> T:
-        if self._upnp is None:
-            await self._open()
-        upnp = self._upnp
-
-        def in_thread() -> T:
-            try:
-                return function(upnp)
-            except Exception as error:  # miniupnpc raises nothing narrower
-                raise RouterError(str(error)[:100] or "no reason given") from error
-
-        # Unset during the call: a call that times out continues in its thread with this object.
-        self._upnp = None
+    async def _call(self, function: str, *arguments: str | int) -> str:
+        """Call a function of the router. RouterError when it refuses, LinkTimeout without an
+        answer."""
+        request = json.dumps([self._url, str(self._gateway.address), function, *arguments])
         with trio.move_on_after(CALL_SECONDS):
             try:
-                result = await anyio.to_thread.run_sync(
-                    in_thread, abandon_on_cancel=True, limiter=self._threads
-                )
-            except RouterError:
-                self._upnp = upnp
-                raise
-            self._upnp = upnp
-            return result
+                done = await trio.run_process(
+                    [sys.executable, "-I", upnp_call.__file__, request],
+                    capture_stdout=True, stderr=subprocess.DEVNULL, check=False,
+                )  # fmt: skip
+                answer: dict[str, str] = json.loads(done.stdout)
+            except (OSError, ValueError) as error:
+                # Without an answer it has reached a limit of the system's, or could not start.
+                raise RouterError("its answer could not be read") from error
+            if "result" in answer:
+                return answer["result"]
+            raise RouterError(answer["error"])
         raise LinkTimeout(f"the router took more than {CALL_SECONDS:g} s for an answer by UPnP")

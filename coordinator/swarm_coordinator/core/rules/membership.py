@@ -28,7 +28,7 @@ from swarm_coordinator.core.state.run import RunState
 from swarm_coordinator.core.state.utilisation import Rejection
 from swarm_shared.base.errors import CapacityError
 from swarm_shared.base.memory import MemoryOffer
-from swarm_shared.base.types import Generation, StageIndex, Version
+from swarm_shared.base.types import MAX_ADDRESS_CHARACTERS, Generation, StageIndex, Version
 from swarm_shared.protocol import (
     Apply,
     Goodbye,
@@ -165,7 +165,8 @@ def _dht_entry_points(run: RunState, joining: PeerState) -> tuple[str, ...]:
         if peer is not joining and carrier is not None:
             is_near = peer.contact.site == joining.contact.site
             dialable = (*carrier.addresses, *(carrier.local if is_near else ()))
-            found.extend(f"{a}/p2p/{carrier.peer}" for a in dialable[:2])
+            named = (f"{address}/p2p/{carrier.peer}" for address in dialable[:2])
+            found.extend(one for one in named if len(one) <= MAX_ADDRESS_CHARACTERS)
         if len(found) >= 8:
             break
     return tuple(found[:8])

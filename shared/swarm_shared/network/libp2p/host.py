@@ -146,6 +146,10 @@ class NoAutoConnector(AutoConnector):  # type: ignore[misc]
     async def maybe_connect(self) -> None:
         return
 
+    def record_disconnect(self, peer_id: ID) -> None:
+        """Remember nothing: only `maybe_connect` forgets it, and a remote can make any number of
+        IDs."""
+
 
 class NodeSwarm(Swarm):  # type: ignore[misc]
     """py-libp2p's swarm with different acceptance of connections.

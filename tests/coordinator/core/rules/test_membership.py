@@ -630,3 +630,15 @@ def test_both_ends_of_a_tied_model_share_the_bound(monkeypatch: pytest.MonkeyPat
     bench.join_all("a0", "a1", "b1", "a2")
     bench.attach("c0")
     assert bench.sent("c0", Refused, bench.send("c0", StageRequest(stage=StageIndex(0))))
+
+
+def test_an_address_with_no_room_for_a_peer_id_keeps_no_other_peer_out() -> None:
+    """The peer that joins next would be the author of the event that the core fails on."""
+    bench = Bench()
+    longest = f"/dns4/{'x' * 285}/tcp/1"
+    carrier = CarrierAddress(
+        peer="p2pd-a0", addresses=(longest, "/ip4/192.0.2.1/tcp/1"), binding=""
+    )
+    bench.attach("a0", carrier=carrier)
+    bench.attach("b0")
+    assert bench.sent("b0", Welcome)[-1].directory == ("/ip4/192.0.2.1/tcp/1/p2p/p2pd-a0",)
