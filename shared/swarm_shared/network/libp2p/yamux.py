@@ -183,8 +183,11 @@ class YamuxStream(IMuxedStream):  # type: ignore[misc]
             self.written_bytes += size
 
     async def close(self) -> None:
-        """End the writing side; what the remote still sends can be read."""
-        await trio.lowlevel.checkpoint()
+        """End the writing side; what the remote still sends can be read.
+
+        Like `reset`, it waits for nothing and is done even where its task is cancelled.
+        """
+        await trio.lowlevel.cancel_shielded_checkpoint()
         if self._fin_sent or self._error is not None:
             return
         self._fin_sent = True
@@ -201,9 +204,14 @@ class YamuxStream(IMuxedStream):  # type: ignore[misc]
         self._readable.set()
         self.connection.forget(self)
 
+    async def hang_up(self) -> None:
+        """End the stream after everything that was written; what has arrived is dropped."""
+        await self.close()
+        self.stop_reading()
+
     async def reset(self) -> None:
         """End both directions at once; queued and unread data is dropped."""
-        await trio.lowlevel.checkpoint()
+        await trio.lowlevel.cancel_shielded_checkpoint()
         if self._error is None:
             self.connection.queue_control(FrameType.WINDOW_UPDATE, Flag.RST, self.stream_id, 0)
         self._chunks.clear()

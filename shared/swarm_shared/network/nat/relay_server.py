@@ -275,10 +275,9 @@ class RelayServer:
                     broken = pumps.cancel_scope.cancelled_caught
                     watching.cancel_scope.cancel()
         finally:
-            for stream in (near, far):
-                if broken:
-                    with trio.CancelScope(shield=True), trio.move_on_after(1.0):
-                        await stream.reset()
+            if broken:
+                await near.reset()
+                await far.reset()
 
     async def _watch(self, ends: tuple[PeerId, PeerId], scope: trio.CancelScope) -> None:
         """End a circuit whose ends may not use the relay any more."""
