@@ -22,7 +22,7 @@ from typing import Any, Literal
 import click
 import platformdirs
 
-from swarm_shared.base.error_groups import expected_error
+from swarm_shared.base.error_groups import expected_error, leaves
 
 UNEXPECTED_EXIT_CODE = 1
 USAGE_EXIT_CODE = 2
@@ -136,7 +136,7 @@ def _fail(program: str, error: BaseException, log_folders: Callable[[], Sequence
     known = expected_error(error)
     if known is not None:
         return _print_error(program, str(known), known.exit_code)
-    if _is_interrupt(error):
+    if any(isinstance(leaf, KeyboardInterrupt) for leaf in leaves(error)):
         return INTERRUPTED_EXIT_CODE
     kind, text = type(error).__name__, " ".join(str(error).split())[:300]
     return _print_error(
@@ -150,12 +150,6 @@ def _fail(program: str, error: BaseException, log_folders: Callable[[], Sequence
 def _print_error(program: str, sentence: str, exit_code: int) -> int:
     print(f"{program}: error: {sentence}", file=sys.stderr)
     return exit_code
-
-
-def _is_interrupt(error: BaseException) -> bool:
-    if isinstance(error, BaseExceptionGroup):
-        return any(_is_interrupt(one) for one in error.exceptions)
-    return isinstance(error, KeyboardInterrupt)
 
 
 def _keep_traceback(
