@@ -299,7 +299,7 @@ class YamuxStream(IMuxedStream):  # type: ignore[misc]
         try:
             self._check_writable()
         except MuxedStreamError:
-            self.connection.queue.pass_turn()
+            self.connection.queue.give_turns()
             raise
 
     def _check_writable(self) -> None:
