@@ -20,6 +20,7 @@ from swarm_shared.identity.credentials import (
 )
 from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.probe_pass import sign_probe_pass
+from swarm_shared.identity.signing import encode_envelope
 from swarm_shared.network import FramedStream, Node, open_node
 from swarm_shared.probe import server as probe_module
 from swarm_shared.probe.client import CLIENT_LIMITS, Probe, ProbeBusy, open_probe
@@ -333,7 +334,7 @@ def certificate(holder: Identity, run: RunId = RUN) -> str:
         peer=holder.peer_id, run=run, generation=Generation(1), not_before=NOW,
         expires=NOW + 100, role="volunteer",
     )  # fmt: skip
-    return base64.b64encode(value.sign(ORGANISER)).decode()
+    return encode_envelope(value.sign(ORGANISER))
 
 
 def check_member(remote: PeerId, run: RunId, text: str) -> None:
