@@ -335,16 +335,14 @@ class YamuxStream(IMuxedStream):  # type: ignore[misc]
 class YamuxConnection(IMuxedConn):  # type: ignore[misc]
     """The muxer's end of one connection. `start` runs it until it is closed or lost."""
 
-    def __init__(
-        self, secured_conn: ISecureConn, peer_id: ID, is_initiator: bool | None = None
-    ) -> None:
+    def __init__(self, secured_conn: ISecureConn, peer_id: ID, is_initiator: bool) -> None:
         self.secured_conn = secured_conn
         self._channel = NoiseChannel(secured_conn)
         self.peer_id = peer_id
         self.on_close: Callable[[], Awaitable[Any]] | None = None
         self.event_started = trio.Event()
         self.event_closed = trio.Event()
-        self._is_initiator = secured_conn.is_initiator if is_initiator is None else is_initiator
+        self._is_initiator = is_initiator
         self._next_stream_id = 1 if self._is_initiator else 2
         self._streams: dict[int, YamuxStream] = {}
         self._remote_streams = 0
