@@ -132,9 +132,7 @@ def trained(run_dir: Path, training: Training) -> dict[str, Any]:
     began, cpu_began = monotonic(), time.process_time()
     heldout, last = None, None
     try:
-        stage = train_local_steps(
-            manifest, training.method.local, samples.training, records.append, threads=1
-        )
+        stage = train_local_steps(manifest, training.method.local, samples.training, records.append)
     except Diverged:
         pass
     else:
