@@ -194,11 +194,9 @@ BINDINGS = {FIRST.peer_id: bound(VERA, FIRST), SECOND.peer_id: bound(VERA, SECON
 NAMES: dict[PeerId, tuple[str | None, str | None]] = {FIRST.peer_id: ("first", "the Vs")}
 
 
-def owned(
-    bindings: dict[PeerId, str], steps: list[StepLine], verdicts: tuple[Verdict, ...] = ()
-) -> list[bytes]:
+def owned(bindings: dict[PeerId, str], steps: list[StepLine]) -> list[bytes]:
     bound = {device: (VERA.peer_id, text) for device, text in bindings.items()}
-    return list(write_ledger(ORGANISER, ENVELOPE, steps, NAMES, AS_OF, bound, verdicts))
+    return list(write_ledger(ORGANISER, ENVELOPE, steps, NAMES, AS_OF, bound))
 
 
 def test_people_are_the_sums_of_the_devices_that_they_signed_for() -> None:
