@@ -18,6 +18,9 @@ from benchmarks.machine import describe_machine
 from swarm_shared.base.atomic_file import write_atomically
 from swarm_shared.base.errors import SwarmError
 
+RESULTS = Path(__file__).parent / "results"
+"""The folder of the committed results."""
+
 
 @contextmanager
 def work_folder(name: str, *failures: type[Exception]) -> Iterator[Path]:

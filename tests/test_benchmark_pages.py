@@ -7,7 +7,8 @@ import re
 
 import pytest
 
-from benchmarks.pages.__main__ import GENERATED, RESULTS, ROOT, GeneratedTable
+from benchmarks.outcome import RESULTS
+from benchmarks.pages.__main__ import GENERATED, ROOT, GeneratedTable
 from swarm_coordinator.simulator.churn_models import churn_model
 
 PAGES = sorted({table.page for table in GENERATED})

@@ -5,35 +5,16 @@
 # root; everything else of this project does not.
 
 set -eu
+# shellcheck source-path=SCRIPTDIR source=apt.sh
+. "$(dirname "$0")/apt.sh"
 
 main() {
-    missing=
     needs ip iproute2
     needs iptables iptables
     needs miniupnpd miniupnpd-iptables
     needs iperf3 iperf3
     needs ping iputils-ping
-    if [ -z "$missing" ]; then
-        exit 0
-    fi
-    if [ "$(id -u)" -ne 0 ]; then
-        fail "needs root to install:$missing"
-    fi
-    if ! command -v apt-get >/dev/null; then
-        fail "there is no apt-get here; install what your system has instead of Debian's:$missing"
-    fi
-    apt-get update -qq
-    # shellcheck disable=SC2086 # one word per package
-    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $missing
-}
-
-needs() {
-    command -v "$1" >/dev/null || missing="$missing $2"
-}
-
-fail() {
-    echo "install_network_lab: $*" >&2
-    exit 1
+    install_missing
 }
 
 main

@@ -4,24 +4,20 @@
 # this machine is not started. Does nothing when a server is there. Needs root.
 
 set -eu
+# shellcheck source-path=SCRIPTDIR source=apt.sh
+. "$(dirname "$0")/apt.sh"
 
 main() {
     if is_there; then
         exit 0
     fi
-    if [ "$(id -u)" -ne 0 ]; then
-        fail "needs root to install: postgresql"
-    fi
-    if ! command -v apt-get >/dev/null; then
-        fail "there is no apt-get here; install what your system has instead of Debian's postgresql"
-    fi
+    can_install postgresql
     # Read by Debian's own tools when they install the server: make no cluster, so start none.
     mkdir -p /etc/postgresql-common
     if [ ! -e /etc/postgresql-common/createcluster.conf ]; then
         echo "create_main_cluster = false" >/etc/postgresql-common/createcluster.conf
     fi
-    apt-get update -qq
-    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends postgresql
+    install_packages postgresql
     is_there || fail "postgresql is installed, and its initdb is nowhere"
 }
 
@@ -31,11 +27,6 @@ is_there() {
         [ -x "$program" ] && return 0
     done
     return 1
-}
-
-fail() {
-    echo "install_postgresql: $*" >&2
-    exit 1
 }
 
 main

@@ -32,14 +32,13 @@ from benchmarks.codecs.averages import (
     our_averages,
     round_trip,
 )
-from benchmarks.outcome import result_head, write_result
+from benchmarks.outcome import RESULTS, result_head, write_result
 from benchmarks.pages.markdown import markdown_table
 from swarm_shared.codecs.choice import MEGABIT_BYTES, Cost
 from swarm_shared.codecs.tensors import decode, encode
 from swarm_shared.run.codec_sizes import GRADIENT_CODECS, CodecName, encoded_bytes
 from swarm_shared.run.model_config import preset
 
-RESULTS = Path(__file__).parents[1] / "results"
 PACKAGES = ("torch", "numpy", "hivemind")
 PRESET = "1b"
 REPETITIONS = 15

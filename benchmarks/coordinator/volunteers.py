@@ -8,7 +8,6 @@ roster of thousands is not read by each of them: `World.members` is what it woul
 
 from __future__ import annotations
 
-import base64
 import heapq
 import random
 import re
@@ -37,6 +36,7 @@ from swarm_shared.base.memory import MemoryOffer
 from swarm_shared.base.types import MicrobatchIndex, PeerId, RunId, StageIndex, Step
 from swarm_shared.identity.credentials import Receipt
 from swarm_shared.identity.keys import Identity
+from swarm_shared.identity.signing import encode_envelope
 from swarm_shared.identity.work_statements import SumStatement
 from swarm_shared.protocol import (
     SOFTWARE_VERSION,
@@ -351,10 +351,10 @@ class SimulatedVolunteer(StageHolder[str]):
         return self._world.tokens.drawn(step, microbatch)
 
     def sign(self, receipt: Receipt) -> str:
-        return base64.b64encode(receipt.sign(self.identity)).decode()
+        return encode_envelope(receipt.sign(self.identity))
 
     def sign_sums(self, statement: SumStatement) -> str:
-        return base64.b64encode(statement.sign(self.identity)).decode()
+        return encode_envelope(statement.sign(self.identity))
 
     def begin_load(self, assignment: AssignStage) -> float:
         return 0.0 if assignment.source == "fresh" else DOWNLOAD_SECONDS

@@ -14,12 +14,11 @@ from typing import Any
 import click
 
 from benchmarks.copies.counting import build
-from benchmarks.outcome import result_head, write_result
+from benchmarks.outcome import RESULTS, result_head, write_result
 from benchmarks.pages.markdown import markdown_table
 from swarm_shared.base.errors import SwarmError
 
 ROOT = Path(__file__).parents[2]
-OUT = Path(__file__).parents[1] / "results" / "copies.json"
 PACKAGES = ("torch", "libp2p", "cryptography", "trio")
 PROGRAM_SECONDS = 120.0
 
@@ -36,7 +35,7 @@ KINDS = ("memory", "to_kernel", "from_kernel")
 
 @click.command()
 @click.option("--mebibytes", default=16, show_default=True, type=click.IntRange(1, 32))
-@click.option("--out", default=OUT, type=click.Path(path_type=Path))
+@click.option("--out", default=RESULTS / "copies.json", type=click.Path(path_type=Path))
 def main(mebibytes: int, out: Path) -> None:
     """Count the copies of one activation between two volunteers."""
     try:

@@ -3,8 +3,6 @@ twelve bytes that precede every frame."""
 
 from __future__ import annotations
 
-import base64
-
 from benchmarks.counts.world import (
     MICROBATCHES,
     PEERS_PER_STAGE,
@@ -19,6 +17,7 @@ from benchmarks.counts.world import (
 )
 from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step, Version
+from swarm_shared.identity.signing import encode_envelope
 from swarm_shared.identity.work_statements import LeaseTicket
 from swarm_shared.protocol import (
     STAGE_PROTOCOL,
@@ -92,7 +91,7 @@ def leased_ticket() -> str:
         run=RUN, step=Step(1), microbatch=MicrobatchIndex(200), tokens="0" * 32,
         targets="1" * 32,
     )  # fmt: skip
-    return base64.b64encode(content.sign(identity(0))).decode()
+    return encode_envelope(content.sign(identity(0)))
 
 
 def backward(stage: int) -> Backward:

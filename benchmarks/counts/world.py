@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Sequence
 from functools import cache
 
@@ -33,6 +32,7 @@ from swarm_shared.identity.credentials import (
     Receipt,
 )
 from swarm_shared.identity.keys import Identity
+from swarm_shared.identity.signing import encode_envelope
 from swarm_shared.protocol import (
     SOFTWARE_VERSION,
     CarrierAddress,
@@ -82,7 +82,7 @@ def certificate(number: int) -> str:
             peer=identity(number).peer_id, run=RUN, generation=Generation(1),
             not_before=1.76e9, expires=1.76e9 + 14_400, role="volunteer",
         ).sign(ORGANISER)  # fmt: skip
-    return base64.b64encode(signed).decode()
+    return encode_envelope(signed)
 
 
 def record(number: int) -> PeerRecord:
@@ -138,7 +138,7 @@ def receipt(number: int, microbatch: int) -> Receipt:
 
 
 def envelope(number: int, microbatch: int) -> str:
-    return base64.b64encode(receipt(number, microbatch).sign(identity(number))).decode()
+    return encode_envelope(receipt(number, microbatch).sign(identity(number)))
 
 
 class MidStep:

@@ -30,7 +30,7 @@ from typing import Any
 import click
 import psutil
 
-from benchmarks.outcome import result_head, work_folder, write_result
+from benchmarks.outcome import RESULTS, result_head, work_folder, write_result
 from benchmarks.pages.tables import views_markdown
 from benchmarks.throughput.faults import SETTINGS, throttled
 from swarm_coordinator.demo.local_swarm import LocalSwarm
@@ -44,7 +44,6 @@ from swarm_coordinator.demo.subprocesses import (
 from swarm_coordinator.run_creation.initialise import initialise_run
 from swarm_shared.base.errors import SwarmError
 
-RESULTS = Path(__file__).parents[1] / "results"
 PACKAGES = ("textual", "rich", "pydantic", "swarmtrain")
 COLUMNS, ROWS = 80, 24
 FRAME = b"Overview"

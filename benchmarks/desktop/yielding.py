@@ -24,7 +24,7 @@ from typing import Any
 import click
 import psutil
 
-from benchmarks.outcome import result_head, work_folder, write_result
+from benchmarks.outcome import RESULTS, result_head, work_folder, write_result
 from benchmarks.pages.tables import yielding_markdown
 from swarm_client.control.client import ask
 from swarm_client.governor.governor import TICK_SECONDS
@@ -35,7 +35,6 @@ from swarm_coordinator.demo.subprocesses import Subprocesses, wait_until
 from swarm_coordinator.run_creation.initialise import initialise_run
 from swarm_shared.base.errors import SwarmError
 
-RESULTS = Path(__file__).parents[1] / "results"
 PACKAGES = ("torch", "psutil", "swarmtrain")
 
 PREFERENCES = {"run_if_user_active": False, "idle_minutes": 0.05}

@@ -20,7 +20,7 @@ from typing import Any
 
 import click
 
-from benchmarks.outcome import result_head, work_folder, write_result
+from benchmarks.outcome import RESULTS, result_head, work_folder, write_result
 from benchmarks.pages.markdown import markdown_table
 from benchmarks.run_data import RunData
 from swarm_coordinator.demo.local_swarm import LocalSwarm
@@ -30,7 +30,6 @@ from swarm_coordinator.run_creation.initialise import initialise_run
 from swarm_coordinator.storage.history import HistoryStep
 from swarm_shared.run.manifest import CodecsConfig
 
-RESULTS = Path(__file__).parents[1] / "results"
 PACKAGES = ("torch", "numpy", "hivemind")
 STEPS = 50
 STAGES = 2

@@ -27,7 +27,7 @@ from typing import Any
 import click
 
 from benchmarks.codecs.__main__ import cost_of
-from benchmarks.outcome import result_head, write_result
+from benchmarks.outcome import RESULTS, result_head, write_result
 from benchmarks.pages.markdown import markdown_table
 from benchmarks.run_data import PLAIN_BORDERS
 from swarm_coordinator.offline.reference import StepRecord, evaluate, train_reference
@@ -41,7 +41,6 @@ from swarm_shared.data.leaf_files import ShardSamples
 from swarm_shared.run.codec_sizes import ActivationCodec, GradientCodec
 from swarm_shared.run.manifest import CodecsConfig, Manifest
 
-RESULTS = Path(__file__).parents[1] / "results"
 PACKAGE_FILE = Path(shipped.__file__).with_name(shipped.FILE_NAME)
 PACKAGES = ("torch", "numpy")
 

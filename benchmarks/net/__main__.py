@@ -20,11 +20,10 @@ import click
 
 from benchmarks.net.join import PRESET, make_template, seconds_to_first_receipt
 from benchmarks.net.links import FRAME_BYTES, SIZE_BYTES, link_lab
-from benchmarks.outcome import result_head, work_folder, write_result
+from benchmarks.outcome import RESULTS, result_head, work_folder, write_result
 from benchmarks.pages.tables import net_markdown
 from kits.network_lab import LabError, Nat, why_not_here
 
-RESULT = Path(__file__).parents[1] / "results" / "net.json"
 PACKAGES = ("libp2p", "hivemind", "trio", "swarmtrain")
 
 Rows = dict[str, list[dict[str, Any]]]
@@ -45,7 +44,9 @@ Rows = dict[str, list[dict[str, Any]]]
 @click.option(
     "--p2pd/--no-p2pd", default=True, help="Also measure hivemind's daemon through the relay."
 )
-@click.option("--out", default=RESULT, show_default=True, type=click.Path(path_type=Path))
+@click.option(
+    "--out", default=RESULTS / "net.json", show_default=True, type=click.Path(path_type=Path)
+)
 def main(repetitions: int, joins: int, pairs: int, p2pd: bool, out: Path) -> None:
     """Measure direct, punched and relayed links, and how long joining takes behind a router."""
     if (reason := why_not_here()) is not None:

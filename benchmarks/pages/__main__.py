@@ -24,6 +24,7 @@ from benchmarks.loss.bottlenecks import bottlenecks_markdown
 from benchmarks.loss.lateness import lateness_markdown
 from benchmarks.loss.local_steps.page import local_steps_markdown
 from benchmarks.loss.quality import quality_markdown
+from benchmarks.outcome import RESULTS
 from benchmarks.pages import headline, tables
 from benchmarks.pages.summary import summary_markdown
 from benchmarks.simulator.rebalancing import rebalancing_markdown
@@ -41,7 +42,6 @@ from benchmarks.wan.timeline.page import timeline_markdown
 from benchmarks.wire_bytes.page import wire_bytes_markdown
 
 ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "benchmarks" / "results"
 
 
 @dataclass(frozen=True)

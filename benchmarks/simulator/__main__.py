@@ -21,7 +21,7 @@ from typing import Any
 import click
 
 from benchmarks.machine import describe_machine
-from benchmarks.outcome import write_result
+from benchmarks.outcome import RESULTS, write_result
 from benchmarks.pages.pictures import pyplot
 from benchmarks.simulator.scenarios import manifest_of
 from swarm_coordinator.core.rules.rebalancing import rebalancing_of
@@ -37,7 +37,7 @@ from swarm_shared.base.types import PeerId, StageIndex
 from swarm_shared.run.manifest import LimitsConfig, Manifest
 from swarm_shared.scheduling.placement import MovePolicy, PeerLoad, StageLoad, choose_moves
 
-RESULTS = Path(__file__).parents[1] / "results" / "simulator.json"
+RESULT = RESULTS / "simulator.json"
 PICTURE = Path(__file__).parents[2] / "docs" / "simulator-growth.png"
 
 STAGES = 64
@@ -183,9 +183,9 @@ def main(hours: float, largest: int) -> None:
         "decision_growth_over_nlogn": growth_over_nlogn(decisions, "seconds_median"),
         "simulation_growth_over_nlogn": growth_over_nlogn(growth, "cpu_seconds"),
     }
-    write_result(RESULTS, document)
+    write_result(RESULT, document)
     draw(document, PICTURE)
-    click.echo(f"written to {RESULTS} and {PICTURE}")
+    click.echo(f"written to {RESULT} and {PICTURE}")
 
 
 if __name__ == "__main__":

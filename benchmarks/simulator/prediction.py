@@ -25,7 +25,7 @@ from benchmarks.instruments.handicap import INSTRUMENT
 from benchmarks.instruments.inside import prefix_of
 from benchmarks.instruments.pace import PACE_VARIABLE
 from benchmarks.machine import describe_machine
-from benchmarks.outcome import write_result
+from benchmarks.outcome import RESULTS, write_result
 from benchmarks.run_data import PLAIN_BORDERS
 from swarm_coordinator.demo.local_swarm import LocalSwarm
 from swarm_coordinator.demo.subprocesses import Subprocesses
@@ -38,7 +38,6 @@ from swarm_coordinator.simulator.volunteer import SwarmOptions
 from swarm_shared.base.memory import MemoryOffer
 from swarm_shared.run.manifest import Manifest
 
-RESULTS = Path(__file__).parents[1] / "results" / "prediction.json"
 LOOPBACK_BYTES_PER_SECOND = 250e6
 LOOPBACK_SECONDS = 0.0003
 FIRST_STEPS = 2
@@ -153,7 +152,7 @@ def main(steps: int, microbatches: int) -> None:
         "microbatches_per_step": microbatches,
         "cases": rows,
     }
-    write_result(RESULTS, document)
+    write_result(RESULTS / "prediction.json", document)
 
 
 if __name__ == "__main__":

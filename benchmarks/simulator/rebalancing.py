@@ -25,6 +25,7 @@ from typing import Any
 import click
 
 from benchmarks.machine import describe_machine
+from benchmarks.outcome import RESULTS
 from benchmarks.pages.markdown import markdown_table
 from benchmarks.simulator.scenarios import manifest_of
 from benchmarks.simulator.swarm_rule import choose_swarm_moves
@@ -49,7 +50,6 @@ from swarm_shared.base.memory import MemoryOffer
 from swarm_shared.run.manifest import Manifest
 from swarm_shared.scheduling.placement import MovePolicy
 
-RESULTS = Path(__file__).parents[1] / "results" / "rebalancing.json"
 RULES: tuple[tuple[str, float], ...] = (
     ("none", 60.0), ("swarm", 60.0), ("throughput", 60.0), ("swarm", 300.0), ("throughput", 300.0),
 )  # fmt: skip
@@ -268,7 +268,7 @@ def _cell(row: Mapping[str, Any], rule: str) -> str:
 @click.option("--seeds", default=10)
 @click.option("--hours", default=1.0, help="Hours of each simulation.")
 @click.option("--only", default="", help="Run only scenarios whose names contain this.")
-@click.option("--out", default=RESULTS, type=click.Path(path_type=Path))
+@click.option("--out", default=RESULTS / "rebalancing.json", type=click.Path(path_type=Path))
 def main(traces: Path | None, seeds: int, hours: float, only: str, out: Path) -> None:
     scenarios = [*(recordings(traces) if traces is not None else ()), *GENERATED]
     began = time.process_time()

@@ -19,7 +19,6 @@ from swarm_shared.run.stage_cut import plan_stages, stage_memory, stage_profile
 def manifest_of(
     preset_name: str, stages: int, microbatches_per_step: int, *, layers: int | None = None,
     sequences: int | None = None, limits: LimitsConfig | None = None,
-    dtype: str = "bfloat16",
 ) -> Manifest:  # fmt: skip
     """Return a manifest as `init` would make it, with other sizes; its data are never read."""
     chosen = preset(preset_name)
@@ -29,7 +28,7 @@ def manifest_of(
             "steps": chosen.steps,
             "microbatches_per_step": microbatches_per_step,
             "sequences_per_microbatch": sequences or chosen.sequences_per_microbatch,
-            "dtype": dtype,
+            "dtype": "bfloat16",
             "seed": 1,
         }
     )

@@ -28,7 +28,6 @@ def choose_swarm_moves(
 ) -> MoveDecision:
     """Return at most one move. `resting` is ignored: the rule keeps no record of earlier moves."""
     rates = stage_rates(stages, peers)
-    now_rate = min(rates)
     load, count = [0] * len(stages), [0] * len(stages)
     for peer in peers:
         load[peer.stage] += peer.queued
@@ -37,14 +36,14 @@ def choose_swarm_moves(
     least = min(range(len(stages)), key=lambda stage: (load[stage], stage))
     there, here = stages[most], stages[least]
     if load[most] == load[least]:
-        return MoveDecision((), now_rate, now_rate, "all stages are loaded alike")
+        return MoveDecision((), "all stages are loaded alike")
     candidates = [
         peer
         for peer in peers
         if peer.stage == least and peer.may_move and peer.memory.holds(there.memory)
     ]
     if count[least] <= policy.minimum_replicas or not candidates:
-        return MoveDecision((), now_rate, now_rate, f"stage {least} has no peer to spare")
+        return MoveDecision((), f"stage {least} has no peer to spare")
 
     peer = min(candidates, key=lambda one: (one.queued, one.peer))
     source_rate = rates[least] - peer.rate_at(here)
@@ -56,7 +55,7 @@ def choose_swarm_moves(
         rate=peer.rate_at(there),
         source_rate=source_rate,
         destination_rate=rates[most],
-        pipeline_rate=now_rate,
+        pipeline_rate=min(rates),
         planned_rate=min([source_rate, rates[most] + peer.rate_at(there), *others]),
         planned_moves=1,
         state_bytes=there.state_bytes,
@@ -64,4 +63,4 @@ def choose_swarm_moves(
         payback_seconds=0.0,
         release_first=not peer.memory.holds(here.memory + there.memory),
     )
-    return MoveDecision((move,), now_rate, move.planned_rate, "")
+    return MoveDecision((move,), "")

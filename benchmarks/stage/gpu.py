@@ -17,7 +17,7 @@ from typing import Any
 import click
 import torch
 
-from benchmarks.outcome import result_head, write_result
+from benchmarks.outcome import RESULTS, result_head, write_result
 from benchmarks.pages.markdown import markdown_table
 from benchmarks.stage import gpu_memory
 from benchmarks.stage.flops import layer_training_flops_per_token, peak_tflops
@@ -35,7 +35,6 @@ from swarm_coordinator.demo.run_summary import table
 from swarm_shared.base.errors import SwarmError
 from swarm_shared.run.model_config import PRESETS
 
-OUT = Path(__file__).parents[1] / "results" / "gpu.json"
 PACKAGES = ("torch", "swarmtrain")
 WARM_UP_STEPS = 2
 
@@ -78,7 +77,7 @@ def main(
         "stages": [], "budgets": [],
     }  # fmt: skip
     if out is None and not accelerator.is_processor:
-        out = OUT
+        out = RESULTS / "gpu.json"
     try:
         for preset in presets or ("1b", "7b"):
             document["budgets"].append(measure_budgets(preset, accelerator))

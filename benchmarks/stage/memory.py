@@ -26,7 +26,7 @@ import click
 import torch
 from torch import Tensor
 
-from benchmarks.outcome import result_head, write_result
+from benchmarks.outcome import RESULTS, result_head, write_result
 from benchmarks.pages.markdown import markdown_table
 from benchmarks.stage.live_bytes import LiveBytes
 from benchmarks.stage.middle_stage import MIDDLE, layers_memory, random_payload, stage_manifest
@@ -48,7 +48,6 @@ from swarm_shared.run.stage_cut import (
 )
 from swarm_shared.scheduling.placement.stage_sizes import stage_sizes
 
-RESULTS = Path(__file__).parents[1] / "results"
 PACKAGES = ("torch", "swarmtrain")
 SHARES = (0.0, 0.15, 0.3, 0.5, 0.75, 1.0)
 """Budgets: how much of the memory between the least and the comfortable is added to the least."""

@@ -18,14 +18,13 @@ from typing import Any
 
 import click
 
-from benchmarks.outcome import refuse_other_losses, result_head, work_folder, write_result
+from benchmarks.outcome import RESULTS, refuse_other_losses, result_head, work_folder, write_result
 from benchmarks.pages.tables import throughput_markdown
 from benchmarks.run_data import PLAIN_BORDERS, TimedStep, loss_disagreement, preset_sizes
 from benchmarks.throughput.contenders import CONTENDERS, Contender, run_contender
 from swarm_coordinator.run_creation.initialise import initialise_run
 from swarm_shared.run.model_config import PRESETS
 
-RESULTS = Path(__file__).parents[1] / "results"
 PACKAGES = ("torch", "numpy", "libp2p", "hivemind", "swarmtrain")
 Results = dict[str, list[Sequence[TimedStep]]]
 

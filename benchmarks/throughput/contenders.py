@@ -15,11 +15,10 @@ from benchmarks.run_data import TimedStep, read_steps, timed_steps
 from swarm_coordinator.demo.local_swarm import LocalSwarm
 from swarm_coordinator.demo.subprocesses import (
     Subprocesses,
-    failure_text,
     module_command,
     run_to_end,
+    wait_until,
 )
-from swarm_shared.base.errors import SwarmError
 
 LIMIT_SECONDS = 3600.0
 
@@ -94,10 +93,10 @@ def _torch_pipeline(
                 work / f"rank-{rank}.out",
                 {"OMP_NUM_THREADS": threads},
             )
-        if children.wait(LIMIT_SECONDS):
-            raise SwarmError(f"the pipeline had not ended after {LIMIT_SECONDS:.0f} seconds")
-        if failed := children.failed():
-            raise SwarmError(failure_text(failed[0]))
+        wait_until(
+            lambda: all(child.exit_code() == 0 for child in children.started), children,
+            LIMIT_SECONDS, "the pipeline",
+        )  # fmt: skip
     return read_steps(out)
 
 

@@ -31,7 +31,7 @@ from typing import Any
 import click
 import psutil
 
-from benchmarks.outcome import result_head, work_folder, write_result
+from benchmarks.outcome import RESULTS, result_head, work_folder, write_result
 from benchmarks.pages.tables import faults_markdown
 from benchmarks.run_data import PLAIN_BORDERS
 from swarm_client.fault_injection.faults import ANY_PEER, PLAN_VARIABLE, FaultAction, FaultPoint
@@ -39,7 +39,6 @@ from swarm_coordinator.demo.local_swarm import LocalSwarm
 from swarm_coordinator.demo.subprocesses import Subprocess, Subprocesses, wait_until
 from swarm_coordinator.run_creation.initialise import initialise_run
 
-RESULTS = Path(__file__).parents[1] / "results"
 PACKAGES = ("torch", "numpy", "libp2p", "hivemind", "swarmtrain")
 
 STAGES = 2

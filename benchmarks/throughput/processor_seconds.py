@@ -26,10 +26,10 @@ from typing import Any
 import click
 import psutil
 
-from benchmarks.outcome import refuse_other_losses, result_head, work_folder, write_result
+from benchmarks.outcome import RESULTS, refuse_other_losses, result_head, work_folder, write_result
 from benchmarks.pages.markdown import markdown_table
 from benchmarks.run_data import TimedStep, loss_disagreement
-from benchmarks.throughput.__main__ import PACKAGES, RESULTS, make_template, tokens_per_second
+from benchmarks.throughput.__main__ import PACKAGES, make_template, tokens_per_second
 from benchmarks.throughput.contenders import CONTENDERS, Contender, run_contender
 from swarm_shared.base.errors import SwarmError
 from swarm_shared.run.model_config import PRESETS

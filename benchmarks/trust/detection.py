@@ -23,7 +23,7 @@ from typing import Any
 
 import click
 
-from benchmarks.outcome import result_head, write_result
+from benchmarks.outcome import RESULTS, result_head, write_result
 from benchmarks.pages.markdown import markdown_table
 from benchmarks.pages.pictures import pyplot
 from benchmarks.simulator.scenarios import manifest_of
@@ -36,7 +36,6 @@ from swarm_coordinator.simulator.swarm import Swarm, collect_rarely
 from swarm_coordinator.simulator.volunteer import SwarmOptions
 from swarm_shared.run.manifest import LimitsConfig
 
-RESULTS = Path(__file__).parents[1] / "results" / "trust-detection.json"
 PICTURE = Path(__file__).parents[2] / "docs" / "trust.png"
 
 STAGES, MACHINES, MICROBATCHES = 2, 24, 96
@@ -189,7 +188,7 @@ def draw(document: Mapping[str, Any], path: Path) -> None:
 
 @click.command()
 @click.option("--seeds", default=8, help="Simulated swarms of each row.")
-@click.option("--out", type=click.Path(path_type=Path), default=RESULTS)
+@click.option("--out", type=click.Path(path_type=Path), default=RESULTS / "trust-detection.json")
 @click.option("--picture", type=click.Path(path_type=Path), default=PICTURE)
 def main(seeds: int, out: Path, picture: Path) -> None:
     rows = []

@@ -19,7 +19,7 @@ from typing import Any
 
 import click
 
-from benchmarks.outcome import refuse_other_losses, result_head, work_folder, write_result
+from benchmarks.outcome import RESULTS, refuse_other_losses, result_head, work_folder, write_result
 from benchmarks.run_data import (
     PLAIN_BORDERS,
     TimedStep,
@@ -40,7 +40,6 @@ from swarm_coordinator.storage.database import open_for_reading
 from swarm_coordinator.storage.records import read_standings
 from swarm_shared.run.model_config import PRESETS
 
-RESULT = Path(__file__).parents[1] / "results" / "trust-overhead.json"
 PACKAGES = ("torch", "numpy", "libp2p", "hivemind", "swarmtrain")
 
 STAGES = 2
@@ -72,7 +71,7 @@ NAMES = {
               help="Over loopback; cable lines carry `tiny`.")  # fmt: skip
 @click.option("--line", "lines", multiple=True, type=click.Choice([LOOPBACK, CABLE]),
               help="Repeatable; default: all.")  # fmt: skip
-@click.option("--out", type=click.Path(path_type=Path), default=RESULT)
+@click.option("--out", type=click.Path(path_type=Path), default=RESULTS / "trust-overhead.json")
 def main(steps: int, repetitions: int, preset: str, lines: tuple[str, ...], out: Path) -> None:
     """Measure tokens/s with and without verified work."""
     found: dict[str, Any] = {}

@@ -22,7 +22,7 @@ from typing import Any
 
 import click
 
-from benchmarks.outcome import exit_if, result_head, work_folder, write_result
+from benchmarks.outcome import RESULTS, exit_if, result_head, work_folder, write_result
 from benchmarks.trust.strangers_page import strangers_markdown
 from kits.attack.strangers import (
     CHEATS,
@@ -39,7 +39,6 @@ from kits.runs.fault_run import TINY
 from kits.runs.real_run import Run, runs
 from swarm_coordinator.demo.subprocesses import Subprocess
 
-RESULT = Path(__file__).parents[1] / "results" / "strangers.json"
 PACKAGES = ("torch", "libp2p", "hivemind", "swarmtrain")
 
 STAGES = 2
@@ -228,7 +227,7 @@ def measured(
 
 @click.command()
 @click.option("--steps", default=40, show_default=True, help="Of the run among liars.")
-@click.option("--out", type=click.Path(path_type=Path), default=RESULT)
+@click.option("--out", type=click.Path(path_type=Path), default=RESULTS / "strangers.json")
 def main(steps: int, out: Path) -> None:
     """Measure a run among liars, and its honest members alone."""
     with work_folder("strangers", AssertionError) as work:

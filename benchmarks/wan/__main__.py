@@ -18,6 +18,7 @@ from typing import Any
 import click
 
 from benchmarks.outcome import (
+    RESULTS,
     exit_if,
     now,
     refuse_other_losses,
@@ -34,7 +35,6 @@ from benchmarks.wan.templates import CHANGES, PRESET, Templates
 from kits.network_lab import LabError
 from swarm_shared.base.errors import SwarmError
 
-RESULT = Path(__file__).parents[1] / "results" / "wan.json"
 PACKAGES = ("torch", "libp2p", "hivemind", "trio", "swarmtrain")
 SERVER = "server"
 """Name of the coordinator's link in the file of mixes."""
@@ -62,7 +62,9 @@ SERVER = "server"
     help="Like --keep, and add the repetitions to those of mixes in the result.",
 )
 @click.option("--file", "mix_file", default=MIXES, type=click.Path(path_type=Path))
-@click.option("--out", default=RESULT, show_default=True, type=click.Path(path_type=Path))
+@click.option(
+    "--out", default=RESULTS / "wan.json", show_default=True, type=click.Path(path_type=Path)
+)
 def main(
     mixes: tuple[str, ...], only: tuple[str, ...], steps: int, warmup: int, cooldown: int,
     repetitions: int, check: bool, keep: bool, add: bool, mix_file: Path, out: Path,

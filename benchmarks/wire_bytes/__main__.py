@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from benchmarks.instruments.inside import prefix_of
-from benchmarks.outcome import result_head, work_folder, write_result
+from benchmarks.outcome import RESULTS, result_head, work_folder, write_result
 from benchmarks.run_data import PLAIN_BORDERS, preset_sizes
 from benchmarks.wire_bytes.accounting import boundaries, kinds
 from benchmarks.wire_bytes.gossip import Gossip
@@ -29,7 +29,6 @@ from swarm_shared.base.errors import SwarmError
 from swarm_shared.run.manifest import Manifest
 from swarm_shared.run.model_config import PRESETS
 
-OUT = Path(__file__).parents[1] / "results" / "wire-bytes.json"
 PACKAGES = ("torch", "libp2p", "hivemind", "swarmtrain")
 
 
@@ -37,7 +36,7 @@ PACKAGES = ("torch", "libp2p", "hivemind", "swarmtrain")
 @click.option("--steps", default=8, show_default=True, type=click.IntRange(1))
 @click.option("--stages", default=3, show_default=True, type=click.IntRange(2, 16))
 @click.option("--preset", default="tiny", show_default=True, type=click.Choice(list(PRESETS)))
-@click.option("--out", default=OUT, type=click.Path(path_type=Path))
+@click.option("--out", default=RESULTS / "wire-bytes.json", type=click.Path(path_type=Path))
 def main(steps: int, stages: int, preset: str, out: Path) -> None:
     """Count the bytes on the wire of a short run, against the least that it takes."""
     with work_folder("bytes") as work:

@@ -7,7 +7,8 @@ import json
 import pytest
 
 from benchmarks.codecs.__main__ import pays_below
-from benchmarks.loss.quality import RESULTS, package_table
+from benchmarks.loss.quality import package_table
+from benchmarks.outcome import RESULTS
 from swarm_shared.codecs.choice import CodecPair, Cost, choose, seconds
 from swarm_shared.codecs.quality import measured_noise, quality_table
 from swarm_shared.run.codec_sizes import ActivationCodec, GradientCodec

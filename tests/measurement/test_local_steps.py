@@ -91,7 +91,7 @@ def of_step(step):
 
 def run(local, described=None, draw=microbatch):
     records = []
-    stage = train_local_steps(described or manifest(), local, draw, records.append, threads=1)
+    stage = train_local_steps(described or manifest(), local, draw, records.append)
     return fingerprint(stage), [record.loss for record in records]
 
 

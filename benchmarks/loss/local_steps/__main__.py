@@ -24,7 +24,7 @@ from benchmarks.loss.local_steps.page import local_steps_markdown
 from benchmarks.loss.local_steps.search import LARGER_MODEL_METHODS, METHODS, Training, train_all
 from benchmarks.loss.local_steps.training import Diverged, train_local_steps
 from benchmarks.loss.quality import SETTINGS
-from benchmarks.outcome import now, result_head, write_result
+from benchmarks.outcome import RESULTS, now, result_head, write_result
 from swarm_coordinator.durability.run_files import load_manifest
 from swarm_coordinator.offline.reference import StepRecord, compute_threads, evaluate
 from swarm_coordinator.run_creation.initialise import initialise_run
@@ -33,7 +33,6 @@ from swarm_shared.base.clock import monotonic
 from swarm_shared.data.leaf_files import ShardSamples
 from swarm_shared.run.manifest import Manifest
 
-RESULTS = Path(__file__).parents[2] / "results" / "local-steps.json"
 PACKAGES = ("torch", "numpy")
 LAST_SHARE = 10
 """The training loss is the mean over the last of so many parts of the tokens."""
@@ -133,9 +132,7 @@ def trained(run_dir: Path, training: Training) -> dict[str, Any]:
     began, cpu_began = monotonic(), time.process_time()
     heldout, last = None, None
     try:
-        stage = train_local_steps(
-            manifest, training.method.local, samples.training, records.append, threads=1
-        )
+        stage = train_local_steps(manifest, training.method.local, samples.training, records.append)
     except Diverged:
         pass
     else:
@@ -161,7 +158,9 @@ def last_loss(records: Sequence[StepRecord]) -> float:
 @click.option("--seeds", type=click.IntRange(1), default=3, show_default=True)
 @click.option("--minutes", type=click.FloatRange(0), default=600.0, show_default=True)
 @click.option("--model", type=click.Choice(list(MODELS)), default=SMALL, show_default=True)
-@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), default=RESULTS)
+@click.option(
+    "--out", type=click.Path(path_type=Path, dir_okay=False), default=RESULTS / "local-steps.json"
+)
 def main(seeds: int, minutes: float, model: str, out: Path) -> None:
     """Measure the final loss with local steps, compared with synchronous training."""
     methods = METHODS if model == SMALL else LARGER_MODEL_METHODS

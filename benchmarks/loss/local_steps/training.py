@@ -97,7 +97,6 @@ def train_local_steps(
     local: LocalSteps,
     microbatch: Callable[[int, int], Microbatch],
     on_step: Callable[[StepRecord], None],
-    threads: int | None = None,
 ) -> Stage:
     """Train the whole model for the manifest's steps and return it at the last boundary.
 
@@ -106,7 +105,7 @@ def train_local_steps(
     seconds are the round's, divided by its steps. Diverged if a gradient is not finite.
     """
     assert manifest.training.staleness == 0, "local steps are defined for staleness 0"
-    with compute_threads(threads):
+    with compute_threads(1):
         stage = build_whole(manifest)
         insert_boundary_codecs(stage, manifest)
         cohorts = _Cohorts(manifest, local, microbatch, stage)

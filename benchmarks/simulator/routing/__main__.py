@@ -17,13 +17,12 @@ import datetime
 import random
 import statistics
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import click
 
 from benchmarks.machine import describe_machine
-from benchmarks.outcome import write_result
+from benchmarks.outcome import RESULTS, write_result
 from benchmarks.pages.markdown import markdown_table
 from benchmarks.simulator.routing.rules import RULES
 from benchmarks.simulator.scenarios import manifest_of
@@ -37,7 +36,6 @@ from swarm_coordinator.simulator.trace import TraceEvent
 from swarm_coordinator.simulator.volunteer import SwarmOptions
 from swarm_shared.scheduling.placement import MovePolicy
 
-RESULTS = Path(__file__).parents[2] / "results" / "routing.json"
 STAGES = 4
 GIGAFLOPS = 0.3
 """Median rate of a machine: a microbatch takes 4 to 5 s, as on a graphics card with a model that it
@@ -157,7 +155,7 @@ def main(seeds: int) -> None:
         click.echo(f"{machines} machines, {per_peer} a peer: {shares}")
         fluid = [simulated("plan", machines, per_peer, seed, FluidPlane) for seed in numbers]
         cases.append({"machines": machines, "per_peer": per_peer, "rules": rules, "fluid": fluid})
-        write_result(RESULTS, document)
+        write_result(RESULTS / "routing.json", document)
 
 
 if __name__ == "__main__":

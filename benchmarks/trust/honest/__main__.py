@@ -20,7 +20,7 @@ from typing import Any
 
 import click
 
-from benchmarks.outcome import exit_if, result_head, work_folder, write_result
+from benchmarks.outcome import RESULTS, exit_if, result_head, work_folder, write_result
 from benchmarks.run_data import RunData
 from benchmarks.trust.honest.audits import Found, Stage, count_everywhere
 from benchmarks.trust.honest.cells import STAGES, Setting, write_cells
@@ -29,7 +29,6 @@ from benchmarks.trust.honest.page import honest_markdown
 from swarm_coordinator.configuration.run_settings import TOLERANCES
 from swarm_coordinator.run_creation.initialise import initialise_run
 
-RESULT = Path(__file__).parents[2] / "results" / "trust-honest.json"
 PACKAGES = ("torch", "numpy")
 
 KINDS: Mapping[str, tuple[int, Mapping[str, str]]] = {
@@ -130,7 +129,7 @@ def row(setting: Setting, honest: Found, liar: Found) -> dict[str, Any]:
 @click.command()
 @click.option("--microbatches", default=16, show_default=True, type=click.IntRange(1, 16))
 @click.option("--only", type=click.IntRange(0, len(SETTINGS) - 1), help="One setting.")
-@click.option("--out", type=click.Path(path_type=Path), default=RESULT)
+@click.option("--out", type=click.Path(path_type=Path), default=RESULTS / "trust-honest.json")
 def main(microbatches: int, only: int | None, out: Path) -> None:
     """Audit honest machines, and count the verdicts."""
     rows = []

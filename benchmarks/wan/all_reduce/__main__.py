@@ -26,7 +26,7 @@ import click
 
 from benchmarks.instruments.handicap import EQUAL_SHARES_VARIABLE
 from benchmarks.instruments.inside import prefix_of
-from benchmarks.outcome import result_head, work_folder, write_result
+from benchmarks.outcome import RESULTS, result_head, work_folder, write_result
 from benchmarks.run_data import PLAIN_BORDERS
 from benchmarks.wan.all_reduce.averaging import all_reduce_markdown, bound_seconds, step_seconds
 from benchmarks.wan.links.check import check_links, render
@@ -39,7 +39,6 @@ from swarm_coordinator.demo.subprocesses import Subprocesses
 from swarm_coordinator.run_creation.initialise import initialise_run
 from swarm_shared.run.codec_sizes import AverageCodec
 
-RESULT = Path(__file__).parents[2] / "results" / "all-reduce.json"
 PACKAGES = ("torch", "libp2p", "hivemind", "trio", "swarmtrain")
 COORDINATOR = "coordinator"
 RECORDER = "benchmarks.wan.timeline.recorder"
@@ -67,7 +66,9 @@ members: a member without any has zero gradients, which `exact` encodes in no by
 @click.option("--members", "sizes", multiple=True, default=(2, 4), type=click.IntRange(2, 8))
 @click.option("--codec", "codecs", multiple=True, default=("none", "exact", "int8"),
               type=click.Choice(get_args(AverageCodec)))  # fmt: skip
-@click.option("--out", default=RESULT, show_default=True, type=click.Path(path_type=Path))
+@click.option(
+    "--out", default=RESULTS / "all-reduce.json", show_default=True, type=click.Path(path_type=Path)
+)
 def main(
     links: Sequence[str], sizes: Sequence[int], codecs: Sequence[AverageCodec], out: Path
 ) -> None:

@@ -10,8 +10,7 @@ from benchmarks.wan.fleet import Member, Sizes
 from benchmarks.wan.links.network import Network
 from benchmarks.wan.templates import Templates
 from kits.network_lab import Host
-from swarm_coordinator.demo.subprocesses import Subprocess, Subprocesses, failure_text, wait_until
-from swarm_shared.base.errors import SwarmError
+from swarm_coordinator.demo.subprocesses import Subprocess, Subprocesses, wait_until
 from swarm_shared.run.codec_sizes import ActivationCodec
 
 COORDINATOR = "coordinator"
@@ -58,11 +57,12 @@ class Field:
 
 
 def wait_for_all(children: Subprocesses, what: str) -> None:
-    """Wait for all children; raises SwarmError on a failure, with its last output, or a timeout."""
-    if children.wait(LIMIT_SECONDS):
-        raise SwarmError(f"{what} had not ended after {LIMIT_SECONDS:.0f} seconds")
-    if failed := children.failed():
-        raise SwarmError(failure_text(failed[0]))
+    """Wait until all children have ended successfully; raises SwarmError on a failure, with its
+    last output, or a timeout."""
+    wait_until(
+        lambda: all(child.exit_code() == 0 for child in children.started), children,
+        LIMIT_SECONDS, what,
+    )  # fmt: skip
 
 
 def wait_for(child: Subprocess, children: Subprocesses, what: str) -> None:

@@ -84,14 +84,14 @@ class Sample:
 
 
 class Network:
-    def __init__(self, lab: Lab, links: Mapping[str, Link], folder: Path, seed: int) -> None:
+    def __init__(self, lab: Lab, links: Mapping[str, Link], folder: Path) -> None:
         self.children: Subprocesses = lab.children
         self.links = dict(links)
         self._core = lab.internet.namespace
         self.folder = folder
         self.yardstick = lab.public_host(YARDSTICK)
         self.hosts: dict[str, Host] = {name: lab.public_host(name) for name in links}
-        self._forwarder = self._start_forwarder(seed)
+        self._forwarder = self._start_forwarder()
         self._route()
         # A lost packet must be one packet on the link, not a merged one of 64 KiB.
         lossy = any(link.loss_percent for link in links.values())
@@ -128,13 +128,13 @@ class Network:
         counts: dict[str, Any] = json.loads(self._forwarder.last_lines(1)[0])
         return counts
 
-    def _start_forwarder(self, seed: int) -> Subprocess:
+    def _start_forwarder(self) -> Subprocess:
         machines = {
             host.ipv4: (link.rtt_ms / 2000, link.jitter_ms / 1000, link.loss_percent / 100)
             for host, link in ((self.hosts[name], link) for name, link in self.links.items())
         }
         machines[self.yardstick.ipv4] = (0.0, 0.0, 0.0)
-        words = json.dumps({"machines": machines, "seed": seed})
+        words = json.dumps({"machines": machines, "seed": 1})
         command = module_command("benchmarks.wan.links.forwarder", words)
         log = self.folder / "forwarder.out"
         child = self.children.start("forwarder", (*self._core.prefix, *command), log)
@@ -166,9 +166,9 @@ class Network:
 
 
 @contextmanager
-def wide_area_network(links: Mapping[str, Link], folder: Path, seed: int = 1) -> Iterator[Network]:
+def wide_area_network(links: Mapping[str, Link], folder: Path) -> Iterator[Network]:
     """Build a network of machines by name with their links; raises LabError where impossible."""
     if (reason := why_no_network()) is not None:
         raise LabError(reason)
     with Lab() as lab:
-        yield Network(lab, links, folder, seed)
+        yield Network(lab, links, folder)

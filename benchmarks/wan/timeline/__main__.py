@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from benchmarks.instruments.inside import prefix_of
-from benchmarks.outcome import result_head, work_folder, write_result
+from benchmarks.outcome import RESULTS, result_head, work_folder, write_result
 from benchmarks.wan.contenders.field import Field
 from benchmarks.wan.contenders.running import swarm
 from benchmarks.wan.fleet import Member
@@ -29,7 +29,6 @@ from kits.network_lab import LabError
 from swarm_shared.base.errors import SwarmError
 from swarm_shared.run.codec_sizes import ActivationCodec
 
-RESULT = Path(__file__).parents[2] / "results" / "wan-timeline.json"
 PACKAGES = ("torch", "libp2p", "hivemind", "trio", "swarmtrain")
 RECORDER = "benchmarks.wan.timeline.recorder"
 WARMUP, COOLDOWN = 2, 1
@@ -53,7 +52,12 @@ WAYS: dict[str, tuple[str, ActivationCodec, int]] = {
     help="Configurations; repeatable; default: all.",
 )
 @click.option("--steps", default=6, show_default=True, type=click.IntRange(WARMUP + COOLDOWN + 1))
-@click.option("--out", default=RESULT, show_default=True, type=click.Path(path_type=Path))
+@click.option(
+    "--out",
+    default=RESULTS / "wan-timeline.json",
+    show_default=True,
+    type=click.Path(path_type=Path),
+)
 def main(mixes: tuple[str, ...], ways: tuple[str, ...], steps: int, out: Path) -> None:
     """Account for every second of a step at every machine."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)

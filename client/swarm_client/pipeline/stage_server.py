@@ -150,8 +150,8 @@ class StageServer:
         hello = parse(stage_requests, frame.header)
         if not isinstance(hello, StageHello):
             raise ProtocolError(f"{stream.remote} did not begin with a hello")
-        membership, holding = self.member.membership.now, self.holding
-        if holding is None:
+        membership = self.member.membership.now
+        if self.holding is None:
             refusal = StageRefused(
                 reason=RefusalReason.WRONG_STEP, detail="this peer holds no stage now"
             )
@@ -161,11 +161,7 @@ class StageServer:
             except AdmissionError as error:
                 refusal = StageRefused(reason=RefusalReason.NOT_ADMITTED, detail=str(error)[:500])
             else:
-                answer = StageHelloAnswer(
-                    certificate=membership.certificate,
-                    stage=holding.stage,
-                    credits=membership.manifest.limits.edge_credits,
-                )
+                answer = StageHelloAnswer(credits=membership.manifest.limits.edge_credits)
                 await stream.send(encode(answer))
                 return membership.manifest
         self.refused[refusal.reason] += 1

@@ -109,8 +109,7 @@ async def attach(node: Node, invite: Invite, hello: Hello) -> AsyncIterator[Coor
             raise ProtocolError(f"the coordinator answered {answer.kind!r} to the hello")
         yield CoordinatorSession(stream, answer)
     finally:
-        with trio.CancelScope(shield=True), trio.move_on_after(1.0):
-            await stream.close()
+        await stream.close()
 
 
 def _parse_answer(header: bytes) -> CoordinatorMessage:

@@ -14,6 +14,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from swarm_shared.data.sampler import mixed
+
 SHINGLE_BYTES = 32
 """Five or six words."""
 BINS = 64
@@ -89,16 +91,9 @@ def _shingle_hashes(text: npt.NDArray[np.uint8]) -> _Hashes:
     Stretches of twice the length are hashed from two of half the length, so that the work does not
     grow with the length of a shingle.
     """
-    hashes = _mixed(text.astype(np.uint64))
+    hashes = mixed(text.astype(np.uint64))
     width = 1
     while width < SHINGLE_BYTES:
-        hashes = _mixed(hashes[:-width] * np.uint64(0x9E3779B97F4A7C15) + hashes[width:])
+        hashes = mixed(hashes[:-width] * np.uint64(0x9E3779B97F4A7C15) + hashes[width:])
         width *= 2
     return hashes
-
-
-def _mixed(values: _Hashes) -> _Hashes:
-    """Mix the bits of each value (the finaliser of splitmix64, Steele et al. 2014)."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))

@@ -84,7 +84,7 @@ def ip_of(address: str) -> IpAddress | None:
 
 
 def is_private(ip: IpAddress) -> bool:
-    return any(ip.version == network.version and ip in network for network in _PRIVATE)
+    return any(ip in network for network in _PRIVATE)
 
 
 def is_global(address: str) -> bool:
@@ -112,10 +112,9 @@ def direct_addresses(addresses: Iterable[str], interfaces: Interfaces) -> list[s
             far.append(address)
         elif ip.is_loopback:
             # Another machine's loopback, unless every announced address is on this machine.
-
             if not elsewhere or all(other.is_loopback for other in elsewhere):
                 here.append(address)
-        elif _shares_network(ip, interfaces):
+        elif any(ip in network for network in interfaces.networks):
             near.append(address)
     return near + far + here
 
@@ -145,10 +144,6 @@ def _is_peer_id(text: str) -> bool:
     except SignatureError:
         return False
     return True
-
-
-def _shares_network(ip: IpAddress, interfaces: Interfaces) -> bool:
-    return any(ip.version == network.version and ip in network for network in interfaces.networks)
 
 
 def _prefix_bits(mask: str) -> int:

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import click
 
-from swarm_shared.base.error_groups import expected_error
+from swarm_shared.base.error_groups import expected_error, leaves
 from swarm_shared.base.errors import StorageError
 from swarm_shared.base.text import printable_line
 from swarm_shared.base.user_folders import log_folder
@@ -138,7 +138,7 @@ def _fail(program: str, error: BaseException, log_folders: Callable[[], Sequence
     known = expected_error(error)
     if known is not None:
         return _print_error(program, str(known), known.exit_code)
-    if _is_interrupt(error):
+    if any(isinstance(leaf, KeyboardInterrupt) for leaf in leaves(error)):
         return INTERRUPTED_EXIT_CODE
     kind, text = type(error).__name__, " ".join(str(error).split())[:300]
     return _print_error(
@@ -153,12 +153,6 @@ def _print_error(program: str, sentence: str, exit_code: int) -> int:
     # It may quote what a remote has said, as the reason of a refusal.
     print(f"{program}: error: {printable_line(sentence)}", file=sys.stderr)
     return exit_code
-
-
-def _is_interrupt(error: BaseException) -> bool:
-    if isinstance(error, BaseExceptionGroup):
-        return any(_is_interrupt(one) for one in error.exceptions)
-    return isinstance(error, KeyboardInterrupt)
 
 
 def _keep_traceback(

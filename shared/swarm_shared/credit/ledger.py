@@ -47,7 +47,7 @@ from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.json_messages import first_error
 from swarm_shared.base.types import PeerId, RunId
 from swarm_shared.credit.contributions import ContributionSums, OwnerSums
-from swarm_shared.credit.credit import credit_of, work_shares
+from swarm_shared.credit.credit import work_shares
 from swarm_shared.credit.ledger_lines import (
     Head,
     Line,
@@ -96,15 +96,10 @@ class _LedgerSums(ContributionSums):
     """The totals that follow from the steps and verdicts: the same code writes and checks them."""
 
     def __init__(self, manifest: Manifest) -> None:
-        self._shares = work_shares([stage.work_flops for stage in manifest.stages])
         self._tokens = manifest.tokens_per_microbatch
-        self._bound: dict[PeerId, PeerId] = {}
         self._void: dict[PeerId, list[tuple[int, int]]] = {}
         """First and last step without credit, by the peers and owners that have lost an audit."""
-        super().__init__(self._shares)
-
-    def bind(self, device: PeerId, owner: PeerId) -> None:
-        self._bound[device] = owner
+        super().__init__(work_shares([stage.work_flops for stage in manifest.stages]))
 
     def add_verdict(self, verdict: Verdict | SumVerdict) -> None:
         """Void the loser's credit in the steps that are added after this."""
@@ -119,7 +114,7 @@ class _LedgerSums(ContributionSums):
             self.add(PeerId(peer), stage, microbatches, tokens, applied_at=line.applied_at)
 
     def _is_void(self, peer: PeerId, step: int) -> bool:
-        keys = (peer, self._bound.get(peer, peer))
+        keys = (peer, self.owners.get(peer, peer))
         return any(first <= step <= last for key in keys for first, last in self._void.get(key, ()))
 
     def total(self, peer: PeerId, named: NameAndTeam, as_of: float) -> TotalLine:
@@ -130,7 +125,7 @@ class _LedgerSums(ContributionSums):
             team=named[1],
             microbatches=sums.microbatches,
             tokens=sum(sums.tokens.values()),
-            credit=credit_of(sums.tokens.items(), self._shares),
+            credit=self._credit(sums),
             credit_per_day=sums.recent.per_day(as_of),
         )
 
@@ -163,7 +158,7 @@ def write_ledger(
     )  # fmt: skip
     sums = _LedgerSums(manifest)
     for peer, (owner, binding) in sorted((bindings or {}).items()):
-        sums.bind(peer, owner)
+        sums.owners[peer] = owner
         yield chain.put(OwnerLine(peer=peer, binding=binding))
     for verdict in verdicts:
         sums.add_verdict(verdict)
@@ -252,7 +247,6 @@ class _Check:
         self._head: Head | None = None
         self._place = 0
         self._steps = 0
-        self._owners: dict[PeerId, PeerId] = {}
         self._binding_owners: set[PeerId] = set()
         """The owners of all devices that are bound to one."""
         self._verdicts: list[tuple[Verdict, Judgement]] = []
@@ -332,22 +326,22 @@ class _Check:
         self._sums.add_step(line)
 
     def _take_owner(self, line: OwnerLine) -> None:
-        if self._owners and line.peer <= next(reversed(self._owners)):
+        owners = self._sums.owners
+        if owners and line.peer <= next(reversed(owners)):
             raise ProtocolError(f"{line.peer} is not in its place, or there twice")
         envelope = decode_envelope(line.binding, f"the owner binding of {line.peer}")
         device = PeerId(line.peer)
         owner = open_owner_binding(envelope, device).owner
-        self._owners[device] = owner
+        owners[device] = owner
         self._binding_owners.add(owner)
         chained = next((one for one in (owner, device) if self._is_chained(one)), None)
         if chained is not None:
             raise ProtocolError(
                 f"{chained} is the owner of others and has an owner; a row would be in another"
             )
-        self._sums.bind(device, owner)
 
     def _is_chained(self, peer: PeerId) -> bool:
-        return peer in self._owners and peer in self._binding_owners
+        return peer in self._sums.owners and peer in self._binding_owners
 
     def _take_verdict(self, line: VerdictLine | SumVerdictLine) -> None:
         assert self._head is not None
@@ -377,7 +371,7 @@ class _Check:
         self._totals[line.peer] = line
 
     def _check_owners_count(self) -> None:
-        idle = self._owners.keys() - self._counted
+        idle = self._sums.owners.keys() - self._counted
         if idle:
             raise ProtocolError(f"{min(idle)} has an owner and counts in no step")
 
@@ -403,7 +397,7 @@ class _Check:
     def _people(self) -> tuple[OwnerSums, ...]:
         for peer, total in self._totals.items():
             device = PeerId(peer)
-            self._sums.describe(device, total.name, total.team, self._owners.get(device))
+            self._sums.describe(device, total.name, total.team, self._sums.owners.get(device))
         return tuple(self._sums.ranked())
 
 

@@ -19,9 +19,6 @@ LEAF_BYTES = 16 * 1024
 
 HASH_BYTES = 32
 
-MAX_PROOF_HASHES = 28
-"""Most hashes of a proof: the levels of the largest shard that a manifest can name, of 4 TiB."""
-
 _LEAF, _NODE = hashlib.sha256(b"\0"), hashlib.sha256(b"\1")
 
 

@@ -105,16 +105,12 @@ class LeafShape:
 
     size_bytes: int
     proof_bytes: int
-    start: int
-    """Its first byte in the shard."""
 
 
 def leaf_shape(manifest: Manifest, wanted: LeafId) -> LeafShape:
     shard_bytes = shard_size_bytes(manifest.data.shards[wanted.shard], manifest.data.token_bytes)
     hashes = len(proof_places(wanted.leaf, leaf_count(shard_bytes)))
-    return LeafShape(
-        leaf_size_bytes(shard_bytes, wanted.leaf), HASH_BYTES * hashes, LEAF_BYTES * wanted.leaf
-    )
+    return LeafShape(leaf_size_bytes(shard_bytes, wanted.leaf), HASH_BYTES * hashes)
 
 
 def check_leaf(

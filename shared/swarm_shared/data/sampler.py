@@ -86,11 +86,11 @@ def _feistel(values: Uint64, keys: list[np.uint64], half_bits: int) -> Uint64:
     shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
     left, right = values >> shift, values & mask
     for key in keys:
-        left, right = right, left ^ (_mixed(right ^ key) & mask)
+        left, right = right, left ^ (mixed(right ^ key) & mask)
     return (left << shift) | right
 
 
-def _mixed(values: Uint64) -> Uint64:
+def mixed(values: Uint64) -> Uint64:
     """SplitMix64's finaliser (Steele et al. 2014): every input bit reaches every output bit."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -23,7 +23,6 @@ STALL_BYTES = 1024 * 1024
 """Bytes of progress that `stall_seconds` refers to."""
 
 # The longest wait for a stream's end to be sent.
-_GOODBYE_SECONDS = 1.0
 
 
 MAX_LINKS = 25_000
@@ -161,17 +160,14 @@ class FramedStream:
         if self._closed:
             return
         self._closed = True
-        with trio.CancelScope(shield=True), trio.move_on_after(_GOODBYE_SECONDS):
-            await self._stream.close()
-        self._stream.stop_reading()
+        await self._stream.hang_up()
 
     async def reset(self) -> None:
         """End the stream at once; whatever is in flight is dropped."""
         if self._closed:
             return
         self._closed = True
-        with trio.CancelScope(shield=True), trio.move_on_after(_GOODBYE_SECONDS):
-            await self._stream.reset()
+        await self._stream.reset()
 
     async def _write(self, pieces: list[Buffer], stall_seconds: float | None) -> None:
         before = self._stream.written_bytes

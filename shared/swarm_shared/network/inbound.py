@@ -80,12 +80,8 @@ class Inbound:
         """
 
         async def run(stream: YamuxStream) -> None:
-            framed = FramedStream(stream, protocol, limits, self.traffic)
-            try:
+            async with FramedStream(stream, protocol, limits, self.traffic) as framed:
                 await handler(framed)
-                await framed.close()
-            finally:
-                await framed.reset()
 
         self._set(protocol, run, public, max_streams_per_peer)
 
@@ -93,15 +89,12 @@ class Inbound:
         async def run(stream: YamuxStream) -> None:
             try:
                 await handler(stream)
-                # Whatever else the remote sends is dropped.
-                await stream.close()
-                stream.stop_reading()
+                await stream.hang_up()
             except (SwarmError, MuxedStreamError, trio.TooSlowError) as error:
                 logger.debug("%s with %s ended: %s", protocol, _remote(stream), error)
             finally:
                 # No more than tidying up where both ends have closed the stream.
-                with trio.CancelScope(shield=True), trio.move_on_after(1.0):
-                    await stream.reset()
+                await stream.reset()
 
         self._set(protocol, run, public, self._max_streams)
 

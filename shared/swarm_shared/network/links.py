@@ -147,7 +147,6 @@ class Links:
 async def _negotiate(stream: YamuxStream, peer: PeerId, protocol: str) -> None:
     """Negotiate the protocol (multistream-select) in one round trip; py-libp2p takes two."""
     messages = MultiselectCommunicator(stream)
-    agreed = False
     try:
         await messages.write(MULTISELECT_PROTOCOL_ID)
         await messages.write(protocol)
@@ -155,8 +154,6 @@ async def _negotiate(stream: YamuxStream, peer: PeerId, protocol: str) -> None:
             raise NetworkError(f"{peer} does not speak multistream-select")
         if await messages.read() != protocol:
             raise NetworkError(f"{peer} does not serve {protocol}")
-        agreed = True
-    finally:
-        if not agreed:
-            with trio.CancelScope(shield=True), trio.move_on_after(1):
-                await stream.reset()
+    except BaseException:
+        await stream.reset()
+        raise

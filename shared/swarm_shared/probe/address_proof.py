@@ -86,7 +86,7 @@ class AddressProof:
         """Dial what is announced and not proved; return the IPs at which the peer answers."""
         found: set[IpAddress] = set()
         for endpoint in self._candidates(announced, place):
-            key = address_key(None if place.observed is None else Endpoint(place.observed, 1))
+            key = address_key(place.observed)
             if self._rate.take(key):
                 log.info("%s announces more addresses than are dialled back", peer)
                 break

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import trio
 
 from swarm_shared.base.clock import Clock, monotonic, wall
-from swarm_shared.base.endpoint import Endpoint, address_group
+from swarm_shared.base.endpoint import Endpoint, IpAddress, address_group
 from swarm_shared.base.errors import AdmissionError, LinkClosed, NetworkError, ProtocolError
 from swarm_shared.base.rate_limit import RateLimit
 from swarm_shared.base.types import PeerId, RunId
@@ -124,16 +124,10 @@ def serve_probe(
     return server
 
 
-def observed_endpoint(stream: FramedStream) -> Endpoint | None:
-    """Return the source of the remote's connection; None when it comes through a relay."""
-    address = stream.remote_address
-    return None if address is None else Endpoint.parse(address)
-
-
-def address_key(observed: Endpoint | None) -> str:
+def address_key(observed: IpAddress | None) -> str:
     """Return what counts as one requester. All clients behind relays count as one: their own
     addresses are not known."""
-    return "relayed" if observed is None else address_group(str(observed.ip))
+    return "relayed" if observed is None else address_group(str(observed))
 
 
 def busy(reason: str, retry_after_seconds: float) -> DoctorRefused:
@@ -155,8 +149,9 @@ class ProbeServer:
 
     async def handle(self, stream: FramedStream) -> None:
         """Handle one session, from its hello to its end."""
-        observed = observed_endpoint(stream)
-        key = address_key(observed)
+        address = stream.remote_address
+        observed = None if address is None else Endpoint.parse(address)
+        key = address_key(None if observed is None else observed.ip)
         refused = self._enter(stream.remote, key)
         if refused is not None:
             await stream.send(encode(refused), timeout_seconds=SEND_SECONDS)

@@ -402,7 +402,6 @@ class AssignStage(FrozenModel):
     bytes: Count = 0
     sha256: Sha256 | Literal[""] = ""
     holders: tuple[PeerRecord, ...] = Field(default=(), max_length=64)
-    reason: Text = ""
     prepare: bool = False
 
 
@@ -461,8 +460,6 @@ class Lease(FrozenModel):
 class Mask(FrozenModel):
     kind: Literal["mask"] = "mask"
     request: Count
-    step: Step
-    microbatch: MicrobatchIndex
     accumulate: Stages
 
 

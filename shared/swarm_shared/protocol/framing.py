@@ -99,11 +99,6 @@ class FrameDecoder:
         self._limits = limits
 
     @property
-    def at_boundary(self) -> bool:
-        """Whether the stream is between two frames, the only place where it may end."""
-        return not self._head
-
-    @property
     def missing_bytes(self) -> int:
         """A lower bound of the bytes that the current frame still needs."""
         return (
@@ -123,7 +118,7 @@ class FrameDecoder:
 
     def finish(self) -> None:
         """End the stream; FrameError if it ends inside a frame."""
-        if not self.at_boundary:
+        if self._head:
             raise FrameError(
                 f"the stream ended inside a frame, {self.missing_bytes} bytes before its end"
             )

@@ -50,8 +50,6 @@ class StageHello(FrozenModel):
 
 class StageHelloAnswer(FrozenModel):
     kind: Literal["stage_hello_answer"] = "stage_hello_answer"
-    certificate: Envelope
-    stage: StageIndex
     credits: int = Field(ge=1, le=1024)
     """Microbatches the sender may have outstanding at this receiver."""
 

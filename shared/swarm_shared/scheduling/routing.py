@@ -15,7 +15,7 @@ Pure: time is passed in, and so is the generator that breaks ties.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -103,10 +103,6 @@ class StageRouting:
         """None: to be made with the next choice."""
         self._left_out: list[PeerId] = []
         """Peers to which the plan gives nothing."""
-
-    @property
-    def peers(self) -> Collection[PeerId]:
-        return self._candidates.keys()
 
     def update(self, rates: Mapping[PeerId, float]) -> None:
         """Set the table's peers and the roster's rates of them, in microbatches per second (0:

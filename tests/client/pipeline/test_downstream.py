@@ -325,10 +325,7 @@ async def test_a_mask_goes_to_the_question_that_it_answers() -> None:
 
 
 def mask_for(request: int, stage: int) -> Mask:
-    return Mask(
-        request=request, step=Step(3), microbatch=MicrobatchIndex(0),
-        accumulate=(StageIndex(stage),),
-    )  # fmt: skip
+    return Mask(request=request, accumulate=(StageIndex(stage),))
 
 
 async def test_a_question_ends_without_an_answer_when_its_session_does() -> None:

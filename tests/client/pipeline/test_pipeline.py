@@ -267,12 +267,7 @@ class Masks:
     def send(self, message: FrozenModel) -> bool:
         assert isinstance(message, MaskRequest)
         self._world.masks.append((message.step, message.microbatch))
-        self.client.answer(
-            Mask(
-                request=message.request, step=message.step, microbatch=message.microbatch,
-                accumulate=self._world.missing,
-            )
-        )  # fmt: skip
+        self.client.answer(Mask(request=message.request, accumulate=self._world.missing))
         return True
 
 

@@ -50,7 +50,7 @@ async def test_a_broadcast_reaches_all_peers_before_what_is_sent_after_it() -> N
         nursery.start_soon(sessions.wake_writers)
         await trio.testing.wait_all_tasks_blocked()
         sessions.broadcast([*peers, PeerId("nobody")], Goodbye(reason="to all"))
-        mask = Mask(request=1, step=Step(1), microbatch=MicrobatchIndex(0), accumulate=())
+        mask = Mask(request=1, accumulate=())
         sessions.send(peers[-1], mask)
         await trio.testing.wait_all_tasks_blocked()
         kinds = {peer: [b"goodbye" in header for header in s.sent] for peer, s in streams.items()}

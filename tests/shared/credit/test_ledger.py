@@ -36,7 +36,7 @@ from swarm_shared.credit.ledger_lines import (
 from swarm_shared.identity.credentials import sign_owner_binding
 from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.signed_manifest import run_id_of, sign_manifest
-from swarm_shared.identity.signing import sign_message
+from swarm_shared.identity.signing import encode_envelope, sign_message
 from swarm_shared.run.manifest import Manifest
 from swarm_shared.run.model_config import preset
 from swarm_shared.trust.evidence import SumVerdict, Verdict
@@ -124,7 +124,7 @@ def test_a_ledger_of_another_organiser_is_not_this_runs() -> None:
 def forged(*steps: StepLine, **changes: object) -> list[bytes]:
     """Chained and signed as it should be, but the first total says something else."""
     sums = _LedgerSums(MANIFEST)
-    head = Head(run=RUN, as_of=AS_OF, manifest=base64.b64encode(ENVELOPE).decode())
+    head = Head(run=RUN, as_of=AS_OF, manifest=encode_envelope(ENVELOPE))
     for one in steps:
         sums.add_step(one)
     totals = [sums.total(peer, (None, None), AS_OF) for peer in sorted(sums.peers)]
@@ -136,7 +136,7 @@ def sealed(*lines: FrozenModel) -> list[bytes]:
     chain = _Chain()
     written = [chain.put(line) for line in lines]
     seal = Seal(run=RUN, lines=chain.lines, digest=chain.digest)
-    envelope = base64.b64encode(sign_message(ORGANISER, seal, Seal.domain)).decode()
+    envelope = encode_envelope(sign_message(ORGANISER, seal, Seal.domain))
     return [*written, chain.put(SealLine(envelope=envelope))]
 
 
@@ -180,7 +180,7 @@ VERA, FIRST, SECOND, LAZY = (Identity.from_seed(name * 32) for name in (b"v", b"
 
 
 def bound(owner: Identity, device: Identity) -> str:
-    return base64.b64encode(sign_owner_binding(owner, device.peer_id)).decode()
+    return encode_envelope(sign_owner_binding(owner, device.peer_id))
 
 
 def steps_of(*peers: PeerId) -> list[StepLine]:
@@ -194,11 +194,9 @@ BINDINGS = {FIRST.peer_id: bound(VERA, FIRST), SECOND.peer_id: bound(VERA, SECON
 NAMES: dict[PeerId, tuple[str | None, str | None]] = {FIRST.peer_id: ("first", "the Vs")}
 
 
-def owned(
-    bindings: dict[PeerId, str], steps: list[StepLine], verdicts: tuple[Verdict, ...] = ()
-) -> list[bytes]:
+def owned(bindings: dict[PeerId, str], steps: list[StepLine]) -> list[bytes]:
     bound = {device: (VERA.peer_id, text) for device, text in bindings.items()}
-    return list(write_ledger(ORGANISER, ENVELOPE, steps, NAMES, AS_OF, bound, verdicts))
+    return list(write_ledger(ORGANISER, ENVELOPE, steps, NAMES, AS_OF, bound))
 
 
 def test_people_are_the_sums_of_the_devices_that_they_signed_for() -> None:
@@ -341,7 +339,7 @@ def test_an_organiser_that_changes_the_evidence_and_seals_it_is_found_at_the_ver
     content = bytearray(base64.b64decode(texts[places.index(place)]))
     position = data.draw(st.integers(0, len(content) - 1))
     content[position] ^= data.draw(st.integers(1, 255))
-    text = base64.b64encode(content).decode()
+    text = encode_envelope(content)
     if place in ("receipt", "binding"):
         changed = evidence.model_copy(update={place: text})
     else:
@@ -388,6 +386,6 @@ def test_a_seal_of_somebody_else_or_of_another_ledger_is_refused() -> None:
     assert said.startswith(f"line {len(WHOLE)}: ")
     chained = json.loads(WHOLE[-1])
     envelope = sign_manifest(STRANGER, ledger_manifest(STRANGER))
-    chained["envelope"] = base64.b64encode(envelope).decode()
+    chained["envelope"] = encode_envelope(envelope)
     with pytest.raises(SwarmError):
         verify_ledger([*WHOLE[:-1], json.dumps(chained).encode()])

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from swarm_shared.data.merkle import (
     HASH_BYTES,
     LEAF_BYTES,
-    MAX_PROOF_HASHES,
     TreeBuilder,
     hash_leaf,
     leaf_count,
@@ -76,10 +75,6 @@ def test_an_inner_node_is_no_leaf() -> None:
     """Otherwise two hashes of 32 bytes could be passed off as content (RFC 6962)."""
     left, right = leaves_of(2)
     assert root_of(tree_of([left, right])) != hash_leaf(left + right).hex()
-
-
-def test_the_largest_shard_of_a_manifest_has_the_longest_proof() -> None:
-    assert len(proof_places(0, leaf_count(4 * 2**40))) == MAX_PROOF_HASHES
 
 
 def test_a_proof_in_a_shard_of_one_gibibyte_has_half_a_kilobyte() -> None:

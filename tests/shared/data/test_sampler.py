@@ -16,14 +16,12 @@ from swarm_shared.run.manifest import Manifest
 T = 4
 
 
-def sampled(
-    train: tuple[int, ...] = (41, 22), heldout: int = 25, seed: int = 5, per_step: int = 3
-) -> Manifest:
+def sampled(train: tuple[int, ...] = (41, 22), heldout: int = 25, per_step: int = 3) -> Manifest:
     """Shards of these many tokens; sequences of 4 tokens, 2 to a microbatch."""
     shards = [shard(f"train-{n}", tokens) for n, tokens in enumerate(train)]
     return manifest_of(
         data={"shards": (*shards, shard("heldout-0", heldout))},
-        training={"microbatches_per_step": per_step, "seed": seed},
+        training={"microbatches_per_step": per_step, "seed": 5},
     )
 
 

@@ -15,6 +15,7 @@ from swarm_shared.identity.credentials import (
 )
 from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.probe_pass import PASS_SECONDS, check_probe_pass, sign_probe_pass
+from swarm_shared.identity.signing import encode_envelope
 
 RUN, OTHER_RUN = RunId("ab" * 32), RunId("cd" * 32)
 ORGANISER, VISITOR, STRANGER = (Identity.from_seed(bytes([i]) * 32) for i in (1, 2, 3))
@@ -47,6 +48,6 @@ def test_a_pass_is_no_certificate_and_a_certificate_no_pass() -> None:
         peer=VISITOR.peer_id, run=RUN, generation=Generation(1), not_before=NOW,
         expires=NOW + 100, role="volunteer",
     )  # fmt: skip
-    text = base64.b64encode(certificate.sign(ORGANISER)).decode()
+    text = encode_envelope(certificate.sign(ORGANISER))
     with pytest.raises(AdmissionError):
         check_probe_pass(text, RUN, ORGANISER.peer_id, NOW, VISITOR.peer_id)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import random
 import resource
@@ -19,6 +18,7 @@ from swarm_shared.base.errors import NetworkError, StorageError
 from swarm_shared.base.types import Generation, PeerId, RunId
 from swarm_shared.identity.credentials import MembershipCertificate
 from swarm_shared.identity.keys import Identity
+from swarm_shared.identity.signing import encode_envelope
 from swarm_shared.network import FramedStream, Node, open_node
 from swarm_shared.protocol import (
     TRANSFER_PROTOCOL,
@@ -58,7 +58,7 @@ def certificate_for(peer: PeerId, expires: float = NOW + 60) -> str:
         peer=peer, run=RUN, generation=Generation(1), not_before=NOW - 60, expires=expires,
         role="volunteer",
     )  # fmt: skip
-    return base64.b64encode(certificate.sign(ORGANISER)).decode()
+    return encode_envelope(certificate.sign(ORGANISER))
 
 
 @dataclass

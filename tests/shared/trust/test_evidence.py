@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kits import lost_audit as kit
 from swarm_shared.base.errors import ProtocolError
 from swarm_shared.base.types import RunId, Step
+from swarm_shared.identity.signing import encode_envelope
 from swarm_shared.trust.evidence import Evidence, SignedStatement, check_verdict, judge
 from swarm_shared.trust.votes import Finding, Outcome
 
@@ -128,7 +129,7 @@ def signed_parts(evidence: Evidence) -> list[tuple[str, bytes]]:
 
 
 def with_part(evidence: Evidence, place: str, envelope: bytes) -> Evidence:
-    text = base64.b64encode(envelope).decode()
+    text = encode_envelope(envelope)
     if not place.isdigit():
         return evidence.model_copy(update={place: text})
     statements = list(evidence.statements)

@@ -144,8 +144,8 @@ class ClosingPeer:
         self.close.order(order)
         self.carry()
 
-    def saves(self, version: int = 0) -> None:
-        self.close.order(SaveSnapshot(version=Version(version), stage=StageIndex(0)))
+    def saves(self) -> None:
+        self.close.order(SaveSnapshot(version=Version(0), stage=StageIndex(0)))
         self.carry()
 
     def loses_session(self) -> None:

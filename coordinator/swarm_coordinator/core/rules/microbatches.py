@@ -583,12 +583,4 @@ def answer_masks(run: RunState, now: float) -> None:
         leased = run.phase in (RunPhase.COLLECT, RunPhase.EVALUATING)
         counts = step is not None and (step is run.steps.ahead or leased)
         accumulate = missing_stages(run, step, mask.microbatch) if step and counts else ()
-        run.send(
-            mask.peer,
-            Mask(
-                request=mask.request,
-                step=mask.step,
-                microbatch=mask.microbatch,
-                accumulate=accumulate,
-            ),
-        )
+        run.send(mask.peer, Mask(request=mask.request, accumulate=accumulate))

@@ -57,14 +57,11 @@ class SendQueue:
     async def take_turn(self) -> None:
         """Wait behind other writers while the queue is full.
 
-        The caller then puts one frame at once, or calls `pass_turn`.
+        The caller then puts one frame at once, or calls `give_turns`.
         """
         if self._waiting or self._free_places() <= 0:
             await self._waiting.park()
             self._turns_given -= 1
-
-    def pass_turn(self) -> None:
-        self._give_turns()
 
     async def wait_for_frames(self) -> None:
         """Wait until a frame is queued; called when `next_messages` returned none."""
@@ -77,6 +74,13 @@ class SendQueue:
         while (self._urgent or self._ordinary) and len(messages) < MESSAGES_PER_WRITE:
             messages.append(self._next_message())
         return messages
+
+    def give_turns(self) -> None:
+        """Wake the writers that wait for what is free now."""
+        turns = min(self._free_places(), len(self._waiting))
+        if turns > 0:
+            self._turns_given += turns
+            self._waiting.unpark(count=turns)
 
     def release_writers(self) -> None:
         self._turns_given += len(self._waiting)
@@ -94,15 +98,9 @@ class SendQueue:
             if len(frame) == HEADER_BYTES:
                 self._control_frames -= 1
         self.queued_bytes -= size
-        self._give_turns()
+        self.give_turns()
         return frames[0] if len(frames) == 1 else b"".join(frames)
 
     def _free_places(self) -> int:
         """Return how many of the largest frames fit, besides those of admitted writers."""
         return (CAPACITY_BYTES - self.queued_bytes) // MAX_PLAINTEXT_BYTES - self._turns_given
-
-    def _give_turns(self) -> None:
-        turns = min(self._free_places(), len(self._waiting))
-        if turns > 0:
-            self._turns_given += turns
-            self._waiting.unpark(count=turns)

@@ -183,8 +183,11 @@ class YamuxStream(IMuxedStream):  # type: ignore[misc]
             self.written_bytes += size
 
     async def close(self) -> None:
-        """End the writing side; what the remote still sends can be read."""
-        await trio.lowlevel.checkpoint()
+        """End the writing side; what the remote still sends can be read.
+
+        Like `reset`, it waits for nothing and is done even where its task is cancelled.
+        """
+        await trio.lowlevel.cancel_shielded_checkpoint()
         if self._fin_sent or self._error is not None:
             return
         self._fin_sent = True
@@ -201,9 +204,14 @@ class YamuxStream(IMuxedStream):  # type: ignore[misc]
         self._readable.set()
         self.connection.forget(self)
 
+    async def hang_up(self) -> None:
+        """End the stream after everything that was written; what has arrived is dropped."""
+        await self.close()
+        self.stop_reading()
+
     async def reset(self) -> None:
         """End both directions at once; queued and unread data is dropped."""
-        await trio.lowlevel.checkpoint()
+        await trio.lowlevel.cancel_shielded_checkpoint()
         if self._error is None:
             self.connection.queue_control(FrameType.WINDOW_UPDATE, Flag.RST, self.stream_id, 0)
         self._chunks.clear()
@@ -291,7 +299,7 @@ class YamuxStream(IMuxedStream):  # type: ignore[misc]
         try:
             self._check_writable()
         except MuxedStreamError:
-            self.connection.queue.pass_turn()
+            self.connection.queue.give_turns()
             raise
 
     def _check_writable(self) -> None:
@@ -327,16 +335,14 @@ class YamuxStream(IMuxedStream):  # type: ignore[misc]
 class YamuxConnection(IMuxedConn):  # type: ignore[misc]
     """The muxer's end of one connection. `start` runs it until it is closed or lost."""
 
-    def __init__(
-        self, secured_conn: ISecureConn, peer_id: ID, is_initiator: bool | None = None
-    ) -> None:
+    def __init__(self, secured_conn: ISecureConn, peer_id: ID, is_initiator: bool) -> None:
         self.secured_conn = secured_conn
         self._channel = NoiseChannel(secured_conn)
         self.peer_id = peer_id
         self.on_close: Callable[[], Awaitable[Any]] | None = None
         self.event_started = trio.Event()
         self.event_closed = trio.Event()
-        self._is_initiator = secured_conn.is_initiator if is_initiator is None else is_initiator
+        self._is_initiator = is_initiator
         self._next_stream_id = 1 if self._is_initiator else 2
         self._streams: dict[int, YamuxStream] = {}
         self._remote_streams = 0

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Final, TypeVar
 
-import trio
 from google.protobuf.message import DecodeError, Message
 from libp2p.io.abc import ReadWriteCloser
 from libp2p.io.exceptions import ConnectionClosedError
@@ -110,9 +109,7 @@ class CircuitTransport(ReadWriteCloser):  # type: ignore[misc]
             raise ConnectionClosedError(f"the relayed connection is lost: {error}") from error
 
     async def close(self) -> None:
-        with trio.CancelScope(shield=True), trio.move_on_after(1.0):
-            await self._stream.close()
-            self._stream.stop_reading()
+        await self._stream.hang_up()
 
     def get_remote_address(self) -> tuple[str, int] | None:
         """Return None: the relay's address is not the peer's."""

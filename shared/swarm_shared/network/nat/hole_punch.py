@@ -160,8 +160,7 @@ class HolePuncher:
             # The other end dials when this reaches it, half a round trip from now.
             await trio.sleep(round_trip_seconds / 2)
         except BaseException:
-            with trio.CancelScope(shield=True), trio.move_on_after(1.0):
-                await stream.reset()
+            await stream.reset()
             raise
         return self._candidates(theirs)
 
@@ -205,8 +204,7 @@ class HolePuncher:
                 logger.debug("%s abandoned punching a hole: %s", peer, error)
                 return
             finally:
-                with trio.CancelScope(shield=True), trio.move_on_after(1.0):
-                    await stream.close()
+                await stream.close()
             await self._dial(peer, self._candidates(theirs), as_initiator=True)
 
     @contextmanager

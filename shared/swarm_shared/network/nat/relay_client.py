@@ -214,7 +214,8 @@ class RelayClient:
         """Request a slot. NetworkError when the relay refuses or does not answer."""
         with dial_errors(f"asking relay {relay}"), trio.fail_after(RESERVE_SECONDS):
             await self._connect(relay, addresses)
-            answer = await self._ask(relay, HopMessage(type=HopMessage.RESERVE), keep=None)
+            stream, answer = await self._ask(relay, HopMessage(type=HopMessage.RESERVE))
+            await stream.hang_up()
         # The addresses already known come first: a relay may announce different ones.
         announced = map(unpack_address, answer.reservation.addrs[:ADDRESSES_PER_RELAY])
         ways = dict.fromkeys((*addresses, *(one for one in announced if one is not None)))
@@ -225,28 +226,19 @@ class RelayClient:
             trio.current_time() + min(seconds, 24 * 3600.0),
         )
 
-    async def _ask(
-        self, relay: PeerId, request: HopMessage, keep: list[YamuxStream] | None
-    ) -> HopMessage:
-        """Send one request to a relay and return its answer; the stream goes into `keep` or is
-        closed."""
+    async def _ask(self, relay: PeerId, request: HopMessage) -> tuple[YamuxStream, HopMessage]:
+        """Send one request to a relay; return the stream, which the caller ends, and the answer."""
         with dial_errors(f"asking relay {relay}"), trio.fail_after(2 * MESSAGE_SECONDS):
             stream = await self._links.open(relay, HOP_PROTOCOL)
-            settled = False
             try:
                 await write_message(stream, request)
                 answer = await read_message(stream, HopMessage)
                 if answer.type != HopMessage.STATUS or answer.status != Status.OK:
                     raise NetworkError(f"relay {relay} refuses: {status_name(answer.status)}")
-                if keep is not None:
-                    keep.append(stream)
-                    settled = True
-            finally:
-                if not settled:
-                    with trio.CancelScope(shield=True), trio.move_on_after(1.0):
-                        await stream.close()
-                        stream.stop_reading()
-        return answer
+            except BaseException:
+                await stream.hang_up()
+                raise
+        return stream, answer
 
     # ------------------------------------------------------------------ connections
 
@@ -256,9 +248,8 @@ class RelayClient:
         request = HopMessage(
             type=HopMessage.CONNECT, peer=PeerMessage(id=ID.from_base58(peer).to_bytes())
         )
-        kept: list[YamuxStream] = []
-        await self._ask(circuit.relay, request, kept)
-        raw = _raw_connection(kept[0], circuit.relay, initiator=True)
+        stream, _ = await self._ask(circuit.relay, request)
+        raw = _raw_connection(stream, circuit.relay, initiator=True)
         try:
             with dial_errors(f"connecting to {peer} through {circuit.relay}"):
                 await self._links.swarm.upgrade_outbound_raw_conn(raw, ID.from_base58(peer))

@@ -102,7 +102,6 @@ class RelayServer:
         self._rate = RateLimit(
             limits.address_burst_bytes, limits.address_bytes_per_second, clock=trio.current_time
         )
-        self._scopes: dict[trio.CancelScope, tuple[PeerId, PeerId]] = {}
         self.open_circuits = 0
         self.forwarded_bytes = 0
         """Bytes over all circuits since the start, both directions together."""
@@ -129,13 +128,6 @@ class RelayServer:
     def forget(self, peer: PeerId) -> None:
         """Drop the slot of a peer whose last connection is lost."""
         self._reserved_until.pop(peer, None)
-
-    def revoke(self, peer: PeerId) -> None:
-        """End the peer's slot and circuits at once."""
-        self.forget(peer)
-        for scope, ends in list(self._scopes.items()):
-            if peer in ends:
-                scope.cancel()
 
     # ------------------------------------------------------------------ reservations
 
@@ -187,15 +179,11 @@ class RelayServer:
         self._circuits_of_pair[ends] += 1
         self._circuits_from[place] += 1
         self.open_circuits += 1
-        scope = trio.CancelScope()
-        self._scopes[scope] = ends
         try:
-            with scope:
-                far = await self._reach(stream, source, target)
-                if far is not None:
-                    await self._splice(stream, far, ends, place)
+            far = await self._reach(stream, source, target)
+            if far is not None:
+                await self._splice(stream, far, ends, place)
         finally:
-            del self._scopes[scope]
             self.open_circuits -= 1
             for peer in ends:
                 take_one(self._circuits, peer)
@@ -275,10 +263,9 @@ class RelayServer:
                     broken = pumps.cancel_scope.cancelled_caught
                     watching.cancel_scope.cancel()
         finally:
-            for stream in (near, far):
-                if broken:
-                    with trio.CancelScope(shield=True), trio.move_on_after(1.0):
-                        await stream.reset()
+            if broken:
+                await near.reset()
+                await far.reset()
 
     async def _watch(self, ends: tuple[PeerId, PeerId], scope: trio.CancelScope) -> None:
         """End a circuit whose ends may not use the relay any more."""

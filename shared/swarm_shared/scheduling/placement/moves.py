@@ -115,8 +115,6 @@ class MoveDecision:
     """The moves to carry out now, and why there are no more."""
 
     moves: tuple[Move, ...]
-    pipeline_rate: float
-    planned_rate: float
     reason: str
     """Why no (other) peer moves."""
 
@@ -148,7 +146,7 @@ def choose_moves(
     now_rate = min(rates)
     steps = _plan(stages, peers, policy, list(rates))
     if not steps:
-        return MoveDecision((), now_rate, now_rate, _why_no_plan(rates))
+        return MoveDecision((), _why_no_plan(rates))
     chosen, planned_rate, payback = _best_prefix(stages, peers, policy, rates, steps)
     if not chosen:
         best = max(step.rate_after for step in steps)
@@ -157,7 +155,7 @@ def choose_moves(
             f"{len(steps)} move(s) could bring the pipeline from {now_rate:.3g} to {best:.3g} "
             f"microbatches/s (+{gain:.1f} %), which is not worth their downloads"
         )
-        return MoveDecision((), now_rate, now_rate, reason)
+        return MoveDecision((), reason)
     moves: list[Move] = []
     taken = {int(stage) for stage in resting}
     carried_out = 0
@@ -171,7 +169,7 @@ def choose_moves(
         moves.extend(begun)
     waiting = len(chosen) - carried_out
     reason = f"{waiting} more planned move(s) wait: one per stage and period" if waiting else ""
-    return MoveDecision(tuple(moves), now_rate, planned_rate, reason)
+    return MoveDecision(tuple(moves), reason)
 
 
 def _moves_of(

@@ -97,7 +97,7 @@ async def test_a_writer_that_goes_away_while_it_waits_does_not_strand_the_others
     async def gives_up(number: int) -> None:
         await queue.take_turn()
         woken.append(number)
-        queue.pass_turn()
+        queue.give_turns()
 
     async with trio.open_nursery() as nursery:
         for number in range(3 * MESSAGES_PER_WRITE):

@@ -59,13 +59,13 @@ def settle(
     raise AssertionError("they never come to rest")
 
 
-def optimum(stages: list[StageLoad], peers: list[PeerLoad], minimum: int = 1) -> float:
+def optimum(stages: list[StageLoad], peers: list[PeerLoad]) -> float:
     """The best pipeline rate over all ways to spread the peers, by trying all of them."""
     best = 0.0
     for places in itertools.product(range(len(stages)), repeat=len(peers)):
         spread = [replace(p, stage=StageIndex(at)) for p, at in zip(peers, places, strict=True)]
         fits = all(p.memory.holds(stages[p.stage].memory) for p in spread)
-        if fits and min(places.count(s) for s in range(len(stages))) >= minimum:
+        if fits and all(s in places for s in range(len(stages))):
             best = max(best, min(stage_rates(stages, spread)))
     return best
 
@@ -192,11 +192,9 @@ def test_a_decision_says_why_who_gains_what_for_how_much() -> None:
 
 
 @st.composite
-def fleets(
-    draw: st.DrawFn, most_peers: int = 12, equal_work: bool = False
-) -> tuple[list[StageLoad], list[PeerLoad]]:
+def fleets(draw: st.DrawFn) -> tuple[list[StageLoad], list[PeerLoad]]:
     count = draw(st.integers(1, 4))
-    works = st.just(1.0) if equal_work else st.sampled_from([0.5, 1.0, 1.7, 3.0])
+    works = st.sampled_from([0.5, 1.0, 1.7, 3.0])
     stages = [
         stage(i, draw(works), draw(st.sampled_from([10, 30])), draw(st.sampled_from([1, 300])))
         for i in range(count)
@@ -210,7 +208,7 @@ def fleets(
             draw(st.sampled_from([0.5, 4.0])),
             draw(st.sampled_from([True, True, True, False])),
         )
-        for number in range(draw(st.integers(count, max(count, most_peers))))
+        for number in range(draw(st.integers(count, 12)))
     ]
     return stages, peers
 
@@ -254,7 +252,8 @@ def test_every_move_is_allowed_and_the_run_is_never_slower_for_them(
     touched = [s for pair in pairs for s in pair]
     assert len(touched) == len(set(touched)), "a stage is part of one move or exchange at most"
     assert not set(touched) & resting
-    assert min(stage_rates(stages, after(peers, decision))) >= decision.pipeline_rate * (1 - 1e-9)
+    settled = min(stage_rates(stages, after(peers, decision)))
+    assert settled >= min(stage_rates(stages, peers)) * (1 - 1e-9)
 
 
 @settings(max_examples=50)
@@ -281,7 +280,7 @@ def test_where_one_move_or_exchange_helps_something_that_helps_is_done(
         # Not always as much as the best one would: moves are planned before exchanges, and after a
         # move that helps the exchange that would have helped more may not be there any more.
         assert decision.moves
-        assert decision.planned_rate > now
+        assert decision.moves[0].planned_rate > now
 
 
 @settings(max_examples=50)
