@@ -13,6 +13,7 @@ import click
 
 from swarm_shared import SOFTWARE_VERSION
 from swarm_shared.base.command_line import LazyGroup, run_command_line
+from swarm_shared.host.user_folders import log_folders
 
 PROGRAM = "swarm-client"
 
@@ -72,4 +73,4 @@ def swarm_client(context: click.Context) -> None:
 
 def main() -> None:
     """Entry point of `swarm-client`."""
-    sys.exit(run_command_line(swarm_client, PROGRAM, sys.argv[1:]))
+    sys.exit(run_command_line(swarm_client, PROGRAM, sys.argv[1:], log_folders))

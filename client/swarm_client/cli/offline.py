@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import logging
 import shutil
@@ -16,7 +15,6 @@ from swarm_client.machine.device_names import FORMS
 from swarm_client.machine.home import Home
 from swarm_shared import SOFTWARE_VERSION
 from swarm_shared.base.command_line import COMPLETED_SHELLS, completion_script
-from swarm_shared.base.errors import StorageError
 
 PROGRAM = "swarm-client"
 
@@ -102,7 +100,7 @@ def doctor(
 def paths(home: Path | None, as_json: bool) -> None:
     """Print the paths of all files of this program, whether they exist or not."""
     from swarm_client.preferences.layers import preferences_path
-    from swarm_shared.base.user_folders import log_folder
+    from swarm_shared.host.user_folders import log_folders
 
     place = Home.locate(home)
     found = {
@@ -115,8 +113,7 @@ def paths(home: Path | None, as_json: bool) -> None:
         "data": place.path / "runs",
         "logs": place.log_folder,
     }
-    with contextlib.suppress(StorageError):  # a user without a home folder has none
-        found["errors"] = log_folder()
+    found.update(("errors", folder) for folder in log_folders())
     if as_json:
         print_json({name: str(path) for name, path in found.items()})
         return

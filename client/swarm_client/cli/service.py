@@ -18,7 +18,7 @@ from swarm_client.service.steps import RunCommand, Step, WriteFile, carry_out
 from swarm_client.service.systemd import UnitPlace
 from swarm_shared.base.errors import DaemonError, UsageError
 from swarm_shared.base.text import printable
-from swarm_shared.base.user_folders import home_folder
+from swarm_shared.host.user_folders import home_folder
 
 _HIDDEN_FROM_UNITS = (Path("/home"), Path("/root"), Path("/run/user"))
 """Folders that `ProtectHome=yes` hides from the system unit."""

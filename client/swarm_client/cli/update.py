@@ -22,7 +22,7 @@ from swarm_client.service import launchd, systemd
 from swarm_client.service.installation import Upgrade, find_upgrade
 from swarm_client.service.steps import RunCommand, carry_out
 from swarm_shared.base.errors import ConfigurationError, DaemonError
-from swarm_shared.base.user_folders import home_folder
+from swarm_shared.host.user_folders import home_folder
 
 
 @click.command()

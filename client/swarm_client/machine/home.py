@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from swarm_shared.base.atomic_file import make_folder, write_atomically
 from swarm_shared.base.errors import StorageError
-from swarm_shared.base.user_folders import data_folder, expanded
+from swarm_shared.host.user_folders import data_folder, expanded
 
 if TYPE_CHECKING:  # pydantic, which a view must not load before its first frame
     from swarm_shared.base.types import RunId, StageIndex, Version

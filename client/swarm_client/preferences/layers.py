@@ -20,7 +20,7 @@ from pydantic_core import ErrorDetails
 from swarm_client.machine.home import Home
 from swarm_client.preferences.model import VERSION, GpuPreferences, Preferences
 from swarm_shared.base.errors import ConfigurationError, StorageError, VersionError
-from swarm_shared.base.user_folders import settings_folder
+from swarm_shared.host.user_folders import settings_folder
 from swarm_shared.settings.errors import describe_setting_error, nearest
 
 FILE_NAME = "preferences.toml"

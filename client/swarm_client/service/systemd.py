@@ -16,7 +16,7 @@ from importlib import resources
 from pathlib import Path
 
 from swarm_client.service.steps import MakeLink, Remove, RunCommand, Step, WriteFile
-from swarm_shared.base.user_folders import home_folder
+from swarm_shared.host.user_folders import home_folder
 
 UNIT = "swarm-client.service"
 SYSTEM_USER = "swarmtrain"

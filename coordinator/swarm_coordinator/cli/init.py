@@ -16,7 +16,7 @@ from swarm_coordinator.durability.run_files import read_progress
 from swarm_coordinator.model_hub.models import HubModel
 from swarm_coordinator.run_dir.folder import RunFolder, quoted
 from swarm_shared.base.errors import ConfigurationError
-from swarm_shared.base.user_folders import expanded
+from swarm_shared.host.user_folders import expanded
 from swarm_shared.run.model_config import PRESETS
 
 

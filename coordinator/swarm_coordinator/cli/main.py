@@ -17,6 +17,7 @@ import click
 from swarm_shared import SOFTWARE_VERSION
 from swarm_shared.base.command_line import LazyGroup, run_command_line
 from swarm_shared.base.errors import ConfigurationError
+from swarm_shared.host.user_folders import log_folders
 
 PROGRAM = "swarm-coordinator"
 _COMMANDS = {
@@ -74,11 +75,12 @@ def run(arguments: Sequence[str]) -> int:
         )
         return ConfigurationError.exit_code
 
-    def log_folders() -> list[Path]:
-        """Log folders of the runs that the command line names."""
-        return [Path(a) / "log" for a in arguments if (Path(a) / "run.toml").is_file()]
+    def folders() -> list[Path]:
+        """Log folders of the runs that the command line names, and of the user."""
+        runs = [Path(a) / "log" for a in arguments if (Path(a) / "run.toml").is_file()]
+        return [*runs, *log_folders()]
 
-    return run_command_line(cli, PROGRAM, arguments, log_folders)
+    return run_command_line(cli, PROGRAM, arguments, folders)
 
 
 def main() -> None:

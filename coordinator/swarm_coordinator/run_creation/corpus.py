@@ -23,7 +23,7 @@ from swarm_coordinator.run_creation.compressed_files import read_blocks, unreada
 from swarm_coordinator.run_creation.tables import TABLE_SUFFIXES, column_texts
 from swarm_coordinator.run_dir.shard_index import SHARD_INDEX, ShardIndex, read_shard_index
 from swarm_shared.base.errors import DataError
-from swarm_shared.base.user_folders import expanded
+from swarm_shared.host.user_folders import expanded
 
 PIECE_CHARACTERS = 1024 * 1024
 MAX_RECORD_BYTES = 256 * 1024 * 1024

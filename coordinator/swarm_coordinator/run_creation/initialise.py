@@ -66,10 +66,10 @@ from swarm_coordinator.simulator.fleet import fleet_from
 from swarm_shared.base.atomic_file import make_folder, sync_folder, write_atomically
 from swarm_shared.base.errors import ConfigurationError
 from swarm_shared.base.text import size_text
-from swarm_shared.base.user_folders import expanded
 from swarm_shared.codecs.choice import MEGABIT_BYTES
 from swarm_shared.data.sampler import split_slots
 from swarm_shared.data.tokenizer import read_tokenizer_file
+from swarm_shared.host.user_folders import expanded
 from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.signed_manifest import sign_manifest
 from swarm_shared.run.codec_sizes import encoded_bytes

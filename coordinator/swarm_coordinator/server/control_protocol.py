@@ -29,6 +29,7 @@ from swarm_coordinator.core.events import (
     SumsStated,
     VerdictRecord,
 )
+from swarm_coordinator.server.core_failures import RefusedForNow
 from swarm_coordinator.server.event_queue import EventQueue
 from swarm_coordinator.server.sessions import ClientSession, ClientSessions
 from swarm_shared.addresses.announced import PeerPlace
@@ -173,6 +174,8 @@ class ControlServer:
     queue: EventQueue
     on_heartbeat: Callable[[SessionNumber, PeerId, Heartbeat], None]
     proof: AddressProof
+    check_core_failures: Callable[[PeerId], None]
+    """Raises RefusedForNow for a peer on whose event the core has failed."""
     ended: Counter[str] = field(default_factory=Counter)
     """Sessions that ended without a goodbye, by reason."""
     receipts: ReceiptChecker = field(init=False)
@@ -188,6 +191,7 @@ class ControlServer:
             hello = parse(client_messages, frame.header)
             if not isinstance(hello, Hello):
                 raise ProtocolError(f"the first message must be hello, not {hello.kind}")
+            self.check_core_failures(stream.remote)
             certified_at = self.admission.clock()
             certificate = await self.admission.admit(stream.remote, hello)
             receipts = await self.receipts.check(hello.receipts)
@@ -224,7 +228,8 @@ class ControlServer:
             code = "version"
         self.ended[f"refused: {code}"] += 1
         log.info("%s was refused: %s", stream.remote, error)
-        refused = Refused(code=code, reason=str(error)[:500])
+        retry_seconds = error.retry_seconds if isinstance(error, RefusedForNow) else None
+        refused = Refused(code=code, reason=str(error)[:500], retry_seconds=retry_seconds)
         await stream.send(encode(refused), timeout_seconds=HELLO_SECONDS)
 
     async def _prove(self, session: ClientSession, announced: AddressUpdate) -> None:

@@ -16,7 +16,6 @@ import anyio.to_thread
 import trio
 
 from swarm_coordinator.admission.authority import AdmissionAuthority
-from swarm_coordinator.admission.book import PeerBanned
 from swarm_coordinator.admission.device_owners import DeviceOwners
 from swarm_coordinator.admission.tickets import TicketOffice
 from swarm_coordinator.core.events import (
@@ -50,6 +49,7 @@ from swarm_coordinator.run_dir.sampled_tokens import RunTokens
 from swarm_coordinator.server.admission_service import AdmissionService
 from swarm_coordinator.server.checkpoint_transfer import CheckpointFetcher, catalogue
 from swarm_coordinator.server.control_protocol import ControlServer, control_limits
+from swarm_coordinator.server.core_failures import CoreFailure
 from swarm_coordinator.server.doctor_answers import probe_judge
 from swarm_coordinator.server.event_queue import EventQueue
 from swarm_coordinator.server.gc_policy import collect_garbage, low_latency
@@ -67,7 +67,7 @@ from swarm_shared.addresses.dial_order import Interfaces
 from swarm_shared.base.clock import wall
 from swarm_shared.base.error_groups import leaves
 from swarm_shared.base.errors import NetworkError, StorageError, SwarmError, UsageError
-from swarm_shared.base.text import printable
+from swarm_shared.base.text import duration_text, printable
 from swarm_shared.base.types import Generation, PeerId, Version
 from swarm_shared.credit.credit import normalised_team
 from swarm_shared.data.leaf_files import LeafFiles
@@ -96,8 +96,8 @@ async def serve(service: CoordinatorContext) -> None:
     """Run until the run finishes or the organiser stops it. SwarmError when it cannot go on.
 
     A run that has finished before is served until the organiser stops it.
-    A peer whose message the core fails on is banned, and the run continues from the store, as after
-    a crash: a failed event may have left the state half-changed.
+    A peer on whose event the core fails is refused for some time, and the run continues from the
+    store, as after a crash: a failed event may have left the state half-changed.
     """
     while True:
         try:
@@ -135,10 +135,6 @@ def first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
             if isinstance(leaf, kind):
                 return leaf
     return found[0]
-
-
-class CoreFailure(SwarmError):
-    """The core failed on an event of one peer, which is banned."""
 
 
 class Coordinator:
@@ -203,6 +199,7 @@ class Coordinator:
         self.control = ControlServer(
             admission, self._sessions, self._queue, reports.record,
             AddressProof(self._known_addresses, Interfaces.of_this_machine),
+            lambda peer: service.core_failures.check(peer, service.clock()),
         )  # fmt: skip
         self._fetcher = CheckpointFetcher(
             node, self._checkpoints, self._run_id, service.manifest.stage_count,
@@ -298,7 +295,7 @@ class Coordinator:
         try:
             commands = transition(self._state, event, self._service.clock())
         except Exception as error:
-            await self._ban_author(event, error)
+            self._refuse_author(event, error)
             raise
         if isinstance(event, ReceiptsVerified | LeaseResolved | PeerAttached):
             self._keep_evidence(event.receipts)
@@ -320,15 +317,19 @@ class Coordinator:
         self._queue.complete(event, commands)
         return False
 
-    async def _ban_author(self, event: Event, error: Exception) -> None:
-        """Ban the peer whose event the core failed on; CoreFailure. Returns if there is none."""
+    def _refuse_author(self, event: Event, error: Exception) -> None:
+        """Refuse the peer on whose event the core failed for some time; CoreFailure. Returns if
+        there is none."""
         author = getattr(event, "peer", None)
         if author is None:
             return
-        log.exception("the core failed on %s of %s", type(event).__name__, author)
-        reason = f"the coordinator failed on its {type(event).__name__}"
-        await self._admission.write(PeerBanned(author, reason))
-        raise CoreFailure(f"{reason}: {author} is banned, see the log for the cause") from error
+        kind = type(event).__name__
+        log.exception("the core failed on %s of %s", kind, author)
+        seconds = self._service.core_failures.failed_on(author, self._service.clock())
+        raise CoreFailure(
+            f"the coordinator failed on {kind} of {author}, which is refused for "
+            f"{duration_text(seconds)}; see the log for the cause"
+        ) from error
 
     def _publish_news(self, event: Event) -> None:
         """Send due run news, after the event's commands: a joining peer has its Welcome by then."""

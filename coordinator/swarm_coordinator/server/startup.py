@@ -20,6 +20,7 @@ from swarm_coordinator.core.trust.audits import AuditBook
 from swarm_coordinator.run_dir.checkpoint_files import CheckpointFolder
 from swarm_coordinator.run_dir.folder import RunFolder, read_bytes
 from swarm_coordinator.run_dir.sampled_tokens import RunTokens
+from swarm_coordinator.server.core_failures import CoreFailures
 from swarm_coordinator.server.listen_addresses import dialable_addresses, dual_stack, listen_address
 from swarm_coordinator.server.processes.dashboard import DashboardProcess
 from swarm_coordinator.server.processes.evaluator import EvaluatorProcess
@@ -66,6 +67,7 @@ class CoordinatorContext:
     """None where no dashboard is configured."""
     evaluator_process: EvaluatorProcess | None = None
     """None where no evaluations are configured."""
+    core_failures: CoreFailures = field(default_factory=CoreFailures)
 
 
 async def restore(

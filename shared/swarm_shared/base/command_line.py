@@ -22,9 +22,7 @@ from typing import Any, Literal
 import click
 
 from swarm_shared.base.error_groups import expected_error, leaves
-from swarm_shared.base.errors import StorageError
 from swarm_shared.base.text import printable_line
-from swarm_shared.base.user_folders import log_folder
 
 UNEXPECTED_EXIT_CODE = 1
 USAGE_EXIT_CODE = 2
@@ -108,7 +106,7 @@ def run_command_line(
     """Execute one command line and return its exit code.
 
     Every error is printed as at most one sentence. The traceback of an unexpected one is kept in
-    the first writable one of `log_folders` and the user's log folder.
+    the first writable one of `log_folders`.
     """
     try:
         result = group.main(list(arguments), prog_name=program, standalone_mode=False)
@@ -159,8 +157,6 @@ def _keep_traceback(
     program: str, error: BaseException, folders: Sequence[Path]
 ) -> Path | Literal["the lines above"]:
     """Append the traceback to `PROGRAM-error.log`; print it where no folder is writable."""
-    with contextlib.suppress(StorageError):
-        folders = (*folders, log_folder())
     for folder in folders:
         path = folder / f"{program}-error.log"
         try:

@@ -3,6 +3,7 @@ services may lack."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,9 +24,11 @@ def settings_folder() -> Path:
     return _folder(platformdirs.user_config_path)
 
 
-def log_folder() -> Path:
-    """For tracebacks of unexpected errors. StorageError for a user without a home folder."""
-    return _folder(platformdirs.user_log_path)
+def log_folders() -> tuple[Path, ...]:
+    """For tracebacks of unexpected errors: one folder, or none for a user without a home folder."""
+    with contextlib.suppress(StorageError):
+        return (_folder(platformdirs.user_log_path),)
+    return ()
 
 
 def expanded(path: Path) -> Path:

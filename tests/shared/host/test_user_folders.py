@@ -12,11 +12,11 @@ import pytest
 from swarm_client.machine.home import Home
 from swarm_client.preferences.layers import preferences_path
 from swarm_shared.base.errors import StorageError
-from swarm_shared.base.user_folders import (
+from swarm_shared.host.user_folders import (
     data_folder,
     expanded,
     home_folder,
-    log_folder,
+    log_folders,
     settings_folder,
 )
 
@@ -34,10 +34,11 @@ def no_home(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_home")
-@pytest.mark.parametrize("folder", [data_folder, settings_folder, log_folder, home_folder])
+@pytest.mark.parametrize("folder", [data_folder, settings_folder, home_folder])
 def test_a_user_without_a_home_folder_learns_what_to_set(folder: Callable[[], Path]) -> None:
     with pytest.raises(StorageError, match="set HOME, or choose the program's folder with --home"):
         folder()
+    assert log_folders() == ()
 
 
 @pytest.mark.usefixtures("no_home")
@@ -62,3 +63,4 @@ def test_the_folders_of_a_user_are_those_of_the_platform(
     assert Home.locate(None).path == data_folder()
     assert data_folder().is_relative_to(tmp_path)
     assert preferences_path(data_folder()) == preferences_path(None)
+    assert all(folder.is_relative_to(tmp_path) for folder in log_folders())
