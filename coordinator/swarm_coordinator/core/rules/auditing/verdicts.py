@@ -32,7 +32,7 @@ from swarm_coordinator.core.state.utilisation import Rejection
 from swarm_coordinator.core.trust import chains
 from swarm_coordinator.core.trust.audits import Exactly, OpenAudit, Order
 from swarm_coordinator.core.trust.whole_audits import CellSums, WholeAudit, sums_of
-from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
+from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex
 from swarm_shared.identity.work_statements import AuditStatement
 from swarm_shared.trust.votes import (
     Claim,
@@ -73,8 +73,7 @@ def counted(run: RunState, step: StepState, cell: CellKey, now: float) -> None:
         _suspect(run, step, microbatch, broken, now)
     elif not step.audits.open or not _is_audited(step, cell):
         peer = run.peers[step.table[cell].peer]
-        checked = run.audits.settings.check_sums
-        secret = _whole_secret(run, step, peer, cell[1]) if checked else ""
+        secret = _whole_secret(run, step, peer, cell[1])
         drawn = run.audits.draws(owner_of(peer), step.audits)
         if drawn or secret:
             # A member that saw all of its cells audited, or more than are drawn, would know.
@@ -414,8 +413,8 @@ def _lost(
 ) -> None:  # fmt: skip
     record = VerdictRecord(
         step=step.step, microbatch=audit.microbatch, stage=audit.stage, peer=peer, owner=owner,
-        audited=audit.peer, reason=reason, void_after=Step(0),
-        evidence=audit.evidence(run.audits.settings), claim=audit.claim,
+        audited=audit.peer, reason=reason, evidence=audit.evidence(run.audits.settings),
+        claim=audit.claim,
     )  # fmt: skip
     convict(run, record, now)
 
