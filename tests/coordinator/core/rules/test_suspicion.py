@@ -7,7 +7,6 @@ from typing import Any
 from kits.swarm_world.event_bench import Bench
 from swarm_coordinator.core.state.peers import PeerPhase
 from swarm_coordinator.core.state.phases import RunPhase
-from swarm_coordinator.status.builder import document_of
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step, Version
 from swarm_shared.protocol import AbortRound, AssignStage, NotFinite, Ready
 
@@ -23,7 +22,7 @@ def phase(bench: Bench, peer: str) -> PeerPhase:
 
 
 def marked(bench: Bench) -> dict[str, Any]:
-    peers = document_of(bench.run, bench.now).peers
+    peers = bench.status().peers
     return {p.peer: (p.flagged_times, p.flagged_reason) for p in peers if p.flagged_times}
 
 
