@@ -47,7 +47,7 @@ from swarm_coordinator.run_creation.fleet_cut import (
 )
 from swarm_coordinator.run_creation.given_model import (
     GivenModel,
-    check_config,
+    read_config,
     read_given_model,
     write_initial_states,
 )
@@ -151,7 +151,7 @@ def _given_model(
     length = chosen_length if isinstance(chosen_length, int) else None
     if isinstance(given, Path):
         return read_given_model(given.expanduser().absolute(), length)
-    folder = download_model(given, progress, partial(check_config, sequence_length=length))
+    folder = download_model(given, progress, partial(read_config, sequence_length=length))
     return replace(read_given_model(folder, length), hub_name=given.name)
 
 
