@@ -114,11 +114,11 @@ def initialise_run(
         corpus = _corpus(source)
         if isinstance(corpus, ReadyShards):
             chosen["data.tokenizer"] = corpus.index.tokenizer
-    settings = default_settings(
-        preset, name=_name_for(run_dir), source=source, stages=stages, overrides=chosen
-    )
-    given = frozenset(chosen) if stages is None else frozenset((*chosen, "stages.count"))
-    return _initialise(run_dir, settings, given, progress, fleet, model)
+    if stages is not None:
+        chosen.setdefault("stages.count", stages)
+    named = {"run.name": _name_for(run_dir), "data.source": source}
+    settings = default_settings(preset, named | chosen)
+    return _initialise(run_dir, settings, chosen.keys(), progress, fleet, model)
 
 
 def _source(data: str, progress: Progress) -> str:
