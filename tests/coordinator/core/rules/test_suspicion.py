@@ -59,12 +59,12 @@ def test_a_microbatch_that_is_finite_nowhere_is_held_against_one_peer_only() -> 
     assert set(marked(bench)) == {"b0"}
 
 
-def overflowing(*receivers: str, sender: str = "b0") -> Bench:
-    """Every receiver has computed something not finite from an output of the sender."""
+def overflowing(*receivers: str) -> Bench:
+    """Every receiver has computed something not finite from an output of b0."""
     bench = Bench(microbatches=16)
     bench.join_all("a0", "b0", "c0", "a1", "b1", "c1", "d1", "e1")
     for microbatch, receiver in enumerate(receivers):
-        say_not_finite(bench, receiver, microbatch, sender)
+        say_not_finite(bench, receiver, microbatch, "b0")
     return bench
 
 
