@@ -189,7 +189,8 @@ def transition(run: RunState, event: Event, now: float) -> list[Command]:
     """Advance the run by one event at `now` (monotonic seconds)."""
     phase = run.phase
     _dispatch(run, event, now)
-    _carry_out_verdicts(run, now)
+    if run.audits.expelled or run.audits.withholding or run.audits.retracted:
+        _carry_out_verdicts(run, now)
     if isinstance(event, ReceiptsVerified | LeaseResolved):
         # Most events report finished microbatches; they change only the table and the leases.
         _advance_step(run, now)
@@ -342,9 +343,6 @@ def _message(run: RunState, peer: PeerState, event: MessageReceived, now: float)
 def _carry_out_verdicts(run: RunState, now: float) -> None:
     """Take out of averages what was found wrong, remove the peers whose owners have lost an audit,
     and let those without inputs sit out."""
-    audits = run.audits
-    if not (audits.expelled or audits.withholding or audits.retracted):
-        return
     round_membership.retract(run, now)
     for peer, reason in verdicts.take_expelled(run):
         held_up.send_refusal(run, peer, run.peers[peer].profile.owner, reason, now)
@@ -384,7 +382,8 @@ def _advance(run: RunState, now: float) -> None:
     step_close.advance_close(run, now)
     verdicts.advance(run, now)
     _advance_step(run, now)
-    _carry_out_verdicts(run, now)
+    if run.audits.expelled or run.audits.withholding or run.audits.retracted:
+        _carry_out_verdicts(run, now)
     if run.stop_requested_at is not None:
         _stop(run, run.stop_requested_at, now)
     if run.phase is RunPhase.WAITING:

@@ -73,7 +73,8 @@ def counted(run: RunState, step: StepState, cell: CellKey, now: float) -> None:
         _suspect(run, step, microbatch, broken, now)
     elif not step.audits.open or not _is_audited(step, cell):
         peer = run.peers[step.table[cell].peer]
-        secret = _whole_secret(run, step, peer, cell[1])
+        checked = run.audits.settings.check_sums
+        secret = _whole_secret(run, step, peer, cell[1]) if checked else ""
         drawn = run.audits.draws(owner_of(peer), step.audits)
         if drawn or secret:
             # A member that saw all of its cells audited, or more than are drawn, would know.
