@@ -112,7 +112,7 @@ def predicted(manifest: Manifest, case: Case) -> list[float]:
                 )
             )  # fmt: skip
     changes = [TraceEvent(0.1 * number, "join", name) for number, name in enumerate(wanted)]
-    options = SwarmOptions(tick_seconds=0.25, heartbeat_seconds=1.0, wanted_stages=wanted)
+    options = SwarmOptions(heartbeat_seconds=1.0, wanted_stages=wanted)
     swarm = Swarm(manifest, fleet, changes, options, 1, MicrobatchPlane)
     steps = manifest.training.steps
     while len(swarm.applied) < steps and swarm.event_heap.now < 36_000:

@@ -69,7 +69,7 @@ def swarm_of(seed: int, settings: AuditSettings, liars: float, lies: float) -> S
     changes = churn_model("steady").changes(names, 100.0, random.Random(seed))
     limits = LimitsConfig(starting_peers_per_stage=STARTING_PEERS)
     manifest = manifest_of("tiny", STAGES, MICROBATCHES, limits=limits)
-    options = SwarmOptions(tick_seconds=MicrobatchPlane.TICK_SECONDS, audits=settings)
+    options = SwarmOptions(audits=settings)
     return Swarm(manifest, fleet, changes, options, seed, MicrobatchPlane)
 
 

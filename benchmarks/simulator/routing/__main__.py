@@ -75,7 +75,6 @@ def simulated(
     changes = [TraceEvent(at, "join", f"machine-{n}") for n, at in enumerate(joins)]
     options = SwarmOptions(
         moves=RebalancingSettings(RebalancingRule.THROUGHPUT, MovePolicy(period_seconds=60.0)),
-        tick_seconds=level.TICK_SECONDS,
         heartbeat_seconds=15.0,
         routing=RULES[rule],
     )

@@ -7,6 +7,7 @@ Owns their output. The work is done by `durability.integrity_check`, `durability
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -74,9 +75,7 @@ def _document(check: RunCheck) -> dict[str, object]:
     return {
         "good": not check.findings,
         "verified": list(check.good),
-        "damaged": [
-            {"part": f.part, "problem": f.problem, "version": f.version} for f in check.findings
-        ],
+        "damaged": [asdict(finding) for finding in check.findings],
         "offers": list(check.offers),
     }
 

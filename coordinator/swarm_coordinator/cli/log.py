@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +28,7 @@ from swarm_coordinator.tracking.targets import (
 from swarm_coordinator.tracking.trace_reader import StepTrace, read_traces
 from swarm_shared.base.atomic_file import make_folder
 from swarm_shared.base.errors import UsageError
-from swarm_shared.host.stop_signals import stop_signals
+from swarm_shared.host.stop_signals import on_stop_signals
 from swarm_shared.identity.signed_manifest import run_id_of
 
 JSON_LINES = "jsonl"
@@ -85,14 +84,16 @@ def log_command(
     run = TrackedRun(run_id_of(manifest)[:ID_CHARACTERS], manifest.name, output)
     position_file = _position_file(run, target)
     steps = manifest.training.steps
-    # In this order: a tracker may ask for a login, which Ctrl-C has to interrupt.
+    # Set at Ctrl-C and the like, so that none interrupts a record half written; in this order: a
+    # tracker may ask for a login, which Ctrl-C has to interrupt.
+    stop = threading.Event()
     if target == OPENTELEMETRY:
-        with contextlib.closing(_traces(run, endpoint)) as traces, _stop_signals() as stop:
+        with contextlib.closing(_traces(run, endpoint)) as traces, on_stop_signals(stop.set):
             click.echo(f"sending traces of {manifest.name}; Ctrl-C ends this", err=True)
             read_steps = partial(read_traces, location, steps=steps)
             follow(read_steps, traces, position_file, stop.wait, once=once)
         return
-    with contextlib.closing(TRACKERS[target](run)) as tracker, _stop_signals() as stop:
+    with contextlib.closing(TRACKERS[target](run)) as tracker, on_stop_signals(stop.set):
         if output != STANDARD_OUTPUT:
             click.echo(f"writing {manifest.name} to {quoted(output)}; Ctrl-C ends this", err=True)
         read_numbers = partial(read_metrics, location, steps=steps)
@@ -118,15 +119,3 @@ def _position_file(run: TrackedRun, target: str) -> Path | None:
     if not run.output.exists():
         path.unlink(missing_ok=True)
     return path
-
-
-@contextlib.contextmanager
-def _stop_signals() -> Iterator[threading.Event]:
-    """Set an event at Ctrl-C and the like, so that none interrupts a record half written."""
-    stop = threading.Event()
-    before = {number: signal.signal(number, lambda *_: stop.set()) for number in stop_signals()}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

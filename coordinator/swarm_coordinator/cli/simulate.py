@@ -130,7 +130,6 @@ def simulate_command(
     plane = MicrobatchPlane if level == "microbatches" else FluidPlane
     options = SwarmOptions(
         moves=RebalancingSettings(RebalancingRule(rule), MovePolicy(period_seconds=period)),
-        tick_seconds=plane.TICK_SECONDS,
         audits=trust.audit_settings if level == "microbatches" else None,
     )
     began = time.monotonic()

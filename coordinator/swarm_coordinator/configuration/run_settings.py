@@ -537,19 +537,10 @@ def parse_run_toml(text: str, where: str = FILE_NAME) -> RunSettings:
 
 
 def default_settings(
-    preset_name: str,
-    *,
-    name: str = "my-run",
-    source: str = PYTHON_STDLIB,
-    stages: int | None = None,
-    overrides: Mapping[str, object] | None = None,
+    preset_name: str, overrides: Mapping[str, object] | None = None
 ) -> RunSettings:
     """Return a preset's settings; `overrides` maps dotted names (`training.steps`) to values."""
-    values: dict[str, dict[str, object]] = {
-        "run": {"name": name}, "model": {"preset": preset_name}, "data": {"source": source},
-    }  # fmt: skip
-    if stages is not None:
-        values["stages"] = {"count": stages}
+    values: dict[str, dict[str, object]] = {"model": {"preset": preset_name}}
     for dotted, value in (overrides or {}).items():
         section, dot, key = dotted.partition(".")
         if not dot:

@@ -406,8 +406,9 @@ class VerdictRecord:
     """The peer whose receipt was audited, or whose sums were checked."""
     reason: str
     """A sentence that names the cell and what differed."""
-    void_after: Step
-    """The owner's credit of later steps is void, up to and with `step`."""
+    void_after: Step = NO_STEP
+    """The owner's credit of later steps is void, up to and with `step`. Known once the verdict is
+    carried out."""
     evidence: Evidence | None = None
     """Of an audit; its receipt is empty until the shell adds it."""
     statements: tuple[str, ...] = ()

@@ -241,7 +241,8 @@ def _dispatch(run: RunState, event: Event, now: float) -> None:
         if run.steps.current is not None and microbatches.complete(run, run.steps.current):
             state_transfer.charge_downloads(run, now)
         for refused in held_up.take_refusals(run, now):
-            _refuse(run, refused, now)
+            held_up.refuse(run, refused.peer, refused.profile.owner, now)
+            _drop(run, refused.peer, "it holds up the run", now)
         roster.drop_expired_revocations(run, now)
         held_up.store_changed(run, now)
     elif isinstance(event, PeerAttached):
@@ -348,14 +349,6 @@ def _carry_out_verdicts(run: RunState, now: float) -> None:
         _drop(run, peer, "it lost an audit", now)
     for withholding in verdicts.take_withholding(run):
         release(run, withholding, Release.STEP, now)
-
-
-def _refuse(run: RunState, peer: PeerState, now: float) -> None:
-    """Remove a peer that went on holding up the run."""
-    reason = held_up.refusal(run, peer.peer, peer.profile.owner, now)
-    reason = reason or "it has held up the run for too long"
-    held_up.send_refusal(run, peer.peer, peer.profile.owner, reason, now)
-    _drop(run, peer.peer, "it holds up the run", now)
 
 
 def _drop(run: RunState, peer_id: PeerId, reason: str, now: float) -> None:

@@ -12,13 +12,11 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
-import signal
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import click
@@ -47,7 +45,7 @@ from swarm_shared.base.atomic_file import write_atomically
 from swarm_shared.base.clock import monotonic
 from swarm_shared.base.errors import StorageError, UsageError
 from swarm_shared.base.types import MAX_EXACT_INTEGER, PeerId
-from swarm_shared.host.stop_signals import stop_signals
+from swarm_shared.host.stop_signals import on_stop_signals
 from swarm_shared.run.manifest import Manifest
 from swarm_shared.run.model_config import PRESETS
 
@@ -178,7 +176,8 @@ def run_demo(options: DemoOptions) -> None:
     # A sampled text may have characters that the terminal's encoding lacks.
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
-    with _stopped_in_order():
+    # All signals that ask to stop are treated like Ctrl-C, which ends all subprocesses.
+    with on_stop_signals(_interrupt):
         run_dir = quoted(options.run_dir)
         with _interrupted(
             f"All processes have ended; run and logs are in {options.run_dir}. "
@@ -414,16 +413,5 @@ def _interrupted(explanation: str) -> Iterator[None]:
         raise SystemExit(130) from None
 
 
-@contextmanager
-def _stopped_in_order() -> Iterator[None]:
-    """Treat all signals that ask to stop like Ctrl-C, which ends all subprocesses."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, interrupt) for number in stop_signals()}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _interrupt() -> None:
+    raise KeyboardInterrupt

@@ -149,7 +149,7 @@ class LocalSwarm:
         if self.coordinator is not None:
             self.coordinator.signal(signal.SIGTERM)
             self.coordinator.wait(STOP_SECONDS)
-        self.children.end(self.children.grace_seconds)
+        self.children.end()
 
     def wait_for_exit(self) -> list[Subprocess]:
         """Wait for all processes to end; return those still running and those that failed."""

@@ -45,7 +45,7 @@ def progress_line(progress: Progress) -> str:
     parts = [f"step {done}/{progress.steps_wanted} {_bar(done, progress.steps_wanted)}"]
     if done:
         parts.append(f"loss {progress.steps[-1].loss:.3f}")
-        parts.append(f"{recent_tokens_per_second(progress.steps):,.0f} tokens/s")
+        parts.append(f"{tokens_per_second(progress.steps[-RECENT_STEPS:]):,.0f} tokens/s")
     parts.append(f"peers {peers}")
     if done and done < progress.steps_wanted:
         parts.append(f"ETA {duration_text(eta_seconds(progress))}")
@@ -54,11 +54,10 @@ def progress_line(progress: Progress) -> str:
     return "  ".join(parts)
 
 
-def recent_tokens_per_second(steps: Sequence[HistoryStep]) -> float:
-    """Return the throughput of the last RECENT_STEPS steps."""
-    recent = steps[-RECENT_STEPS:]
-    seconds = sum(step.seconds for step in recent)
-    return sum(step.tokens for step in recent) / seconds if seconds > 0 else 0.0
+def tokens_per_second(steps: Sequence[HistoryStep]) -> float:
+    """Return all tokens over all seconds of the steps, including waits for peers."""
+    seconds = sum(step.seconds for step in steps)
+    return sum(step.tokens for step in steps) / seconds if seconds > 0 else 0.0
 
 
 def eta_seconds(progress: Progress) -> float:

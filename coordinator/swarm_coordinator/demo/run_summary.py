@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from swarm_coordinator.demo.churn import Kill, first_counted_step
+from swarm_coordinator.demo.progress_line import tokens_per_second
 from swarm_coordinator.demo.reference_check import ComparedStep
 from swarm_coordinator.status.document import LinkRow
 from swarm_coordinator.storage.contributions import StageContribution
@@ -84,19 +85,13 @@ class Traffic:
     bytes: int
 
 
-def tokens_per_second(history: History) -> float:
-    """Return all tokens over all seconds of the applied steps, including waits for peers."""
-    seconds = sum(step.seconds for step in history.steps)
-    return sum(step.tokens for step in history.steps) / seconds if seconds > 0 else 0.0
-
-
 def result_document(result: RunResult, compared: Sequence[ComparedStep]) -> dict[str, Any]:
     """Return the document of `demo --json`; a loss that is not finite becomes null."""
     return {
         **steps_document(result.history.steps),
         "heldout_loss": result.history.heldout_loss,
         "heldout_nats_per_byte": result.heldout_nats_per_byte,
-        "tokens_per_second": tokens_per_second(result.history),
+        "tokens_per_second": tokens_per_second(result.history.steps),
         "peers": [
             {
                 "peer": part.peer,
@@ -199,7 +194,7 @@ def _figures(result: RunResult) -> str:
             "held-out loss",
             heldout_verdict(history.heldout_loss, result.unigram_entropy, result.bytes_per_token),
         ),
-        ("throughput", f"{tokens_per_second(history):,.0f} tokens/s"),
+        ("throughput", f"{tokens_per_second(history.steps):,.0f} tokens/s"),
     ]
     return "\n".join(f"{name:<14} {value}" for name, value in lines)
 

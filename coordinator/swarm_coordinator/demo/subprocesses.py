@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from swarm_shared.base.errors import StorageError, SwarmError
@@ -104,13 +103,8 @@ class Subprocesses:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.end(self.grace_seconds)
+    def __exit__(self, *_: object) -> None:
+        self.end()
 
     def start(
         self,
@@ -159,11 +153,11 @@ class Subprocesses:
             time.sleep(POLL_SECONDS)
         return running
 
-    def end(self, grace_seconds: float) -> None:
+    def end(self) -> None:
         """Send SIGTERM to all, the last started first, and kill those still running afterwards."""
         for child in reversed(self.started):
             child.signal(signal.SIGTERM)
-        self.wait(grace_seconds)
+        self.wait(self.grace_seconds)
         for child in reversed(self.started):
             child.kill()
 

@@ -25,7 +25,6 @@ from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.storage.connection import PostgresqlLocation
 from swarm_coordinator.storage.database import postgresql_driver
 from swarm_coordinator.storage.records import generation_floor
-from swarm_coordinator.storage.sqlite import database_files
 from swarm_coordinator.storage.store import SqliteStore
 from swarm_shared.base.atomic_file import make_folder, storage_error, sync_folder, sync_tree
 from swarm_shared.base.errors import StorageError, SwarmError, UsageError
@@ -94,7 +93,7 @@ def restore_backup(
                 generation = _fence(folder, summary, above)
             if isinstance(location, PostgresqlLocation) and not files_only:
                 postgresql_driver().load_backup(location, folder.database, force)
-                for path in database_files(folder.database):
+                for path in folder.database_files():
                     path.unlink()
             sync_tree(partial_dir)
             replaced = _swap(partial_dir, run_dir, occupied, now)

@@ -15,11 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from swarm_coordinator.offline.merged_stages import merge_stages
-from swarm_coordinator.offline.reference import Microbatch, Tokens, load_given_model
+from swarm_coordinator.offline.reference import Microbatch, load_given_model, on_device
 from swarm_coordinator.offline.sampling import sample_text
 from swarm_coordinator.status.document import MAX_SAMPLE_CHARACTERS
 from swarm_shared.codecs.boundary import stage_boundary
@@ -56,8 +55,9 @@ def heldout_loss(
     for a file that cannot be read, ProtocolError for one that is not of this model.
     """
     cross = stage_boundary(manifest.codecs.activation, manifest.codecs.gradient)
-    streams = [_tensor(inputs_BT) for inputs_BT, _ in microbatches]
-    targets = [_tensor(targets_BT) for _, targets_BT in microbatches]
+    tensors = [on_device(microbatch) for microbatch in microbatches]
+    streams = [inputs_BT for inputs_BT, _ in tensors]
+    targets = [targets_BT for _, targets_BT in tensors]
     bases = initial if manifest.model.has_adapters else [None] * len(stage_files)
     for index, (path, base) in enumerate(zip(stage_files, bases, strict=True)):
         if index > 0:
@@ -122,7 +122,3 @@ def whole_model(
         load_given_model(model, manifest, initial)
     load_parameters(model, merge_stages(manifest.model, stage_files))
     return model
-
-
-def _tensor(tokens_BT: Tokens) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(tokens_BT, dtype=np.int64))

@@ -152,7 +152,7 @@ def evaluate(stage: Stage, microbatches: Sequence[Microbatch]) -> float:
     loss_sum, tokens = 0.0, 0
     with torch.no_grad():
         for microbatch in microbatches:
-            inputs_BT, targets_BT = _to_device(microbatch, stage.device)
+            inputs_BT, targets_BT = on_device(microbatch, stage.device)
             loss_sum += float(stage(inputs_BT, targets_BT))
             tokens += targets_BT.numel()
     return loss_sum / tokens
@@ -165,7 +165,7 @@ def accumulate(
     losses: list[float] = []
     tokens = 0
     for microbatch in microbatches:
-        inputs_BT, targets_BT = _to_device(microbatch, stage.device)
+        inputs_BT, targets_BT = on_device(microbatch, stage.device)
         loss = stage(inputs_BT, targets_BT)
         sums.add(loss)
         losses.append(float(loss.detach()))
@@ -173,7 +173,10 @@ def accumulate(
     return math.fsum(losses), tokens
 
 
-def _to_device(microbatch: Microbatch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def on_device(
+    microbatch: Microbatch, device: torch.device = PROCESSOR
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a microbatch as tensors, as a stage takes them."""
     inputs_BT, targets_BT = (
         torch.from_numpy(np.ascontiguousarray(part, dtype=np.int64)) for part in microbatch
     )

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import torch
 
 from swarm_coordinator.configuration.run_settings import CodecsSection, RunSettings
+from swarm_coordinator.offline.reference import compute_threads
 from swarm_shared.base.errors import ConfigurationError
 from swarm_shared.base.text import latency_text
 from swarm_shared.codecs.choice import MEGABIT_BYTES, CodecPair, Cost, accepted, choose, seconds
@@ -90,7 +90,8 @@ def measure_costs(
     tensor_N = sample.to(DTYPES[dtype])
     scale = elements / tensor_N.numel()
     costs: dict[str, Cost] = {}
-    with _one_thread():
+    # A volunteer's other cores compute while one encodes.
+    with compute_threads(1):
         for name in names:
             slot = memoryview(bytearray(encoded_bytes(name, tensor_N.numel(), dtype)))
             deadline = clock() + MEASURING_SECONDS / len(names)
@@ -109,14 +110,3 @@ def _replace_codecs(settings: RunSettings, pair: CodecPair) -> RunSettings:
     values = settings.codecs.model_dump()
     values |= {"activation": pair.activation, "gradient": pair.gradient}
     return settings.model_copy(update={"codecs": CodecsSection.model_validate(values)})
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Limit torch to one thread: a volunteer's other cores compute while one encodes."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -71,11 +71,6 @@ def _parameters(config: ModelConfig) -> int:
     return sum(torch.Size(shape).numel() for shape in parameter_shapes(config).values())
 
 
-def check_config(folder: Path, sequence_length: int | None = None) -> None:
-    """DataError if a folder's config.json describes no model that can be trained here."""
-    _model_config(folder, sequence_length)
-
-
 def read_given_model(folder: Path, sequence_length: int | None = None) -> GivenModel:
     """Read the configuration and the names of the tensors. DataError if the folder is no model that
     can be trained here."""
@@ -84,7 +79,7 @@ def read_given_model(folder: Path, sequence_length: int | None = None) -> GivenM
             f"there is no folder {folder}; name one with config.json and model.safetensors, or a "
             "model on the Hugging Face hub as ORG/NAME"
         )
-    config = _model_config(folder, sequence_length)
+    config = read_config(folder, sequence_length)
     files = _tensor_files(folder)
     expected = parameter_shapes(config)
     if config.tie_embeddings and EMBEDDING_NAME in files:
@@ -256,7 +251,8 @@ class _ConfigFile(BaseModel):
         return min(self.max_position_embeddings, window or self.max_position_embeddings)
 
 
-def _model_config(folder: Path, sequence_length: int | None) -> ModelConfig:
+def read_config(folder: Path, sequence_length: int | None) -> ModelConfig:
+    """Read a folder's config.json. DataError if it describes no model that can be trained here."""
     path = folder / "config.json"
     try:
         read = _ConfigFile.model_validate(_json(path))

@@ -47,7 +47,7 @@ from swarm_coordinator.run_creation.fleet_cut import (
 )
 from swarm_coordinator.run_creation.given_model import (
     GivenModel,
-    check_config,
+    read_config,
     read_given_model,
     write_initial_states,
 )
@@ -115,11 +115,11 @@ def initialise_run(
         corpus = _corpus(source)
         if isinstance(corpus, ReadyShards):
             chosen["data.tokenizer"] = corpus.index.tokenizer
-    settings = default_settings(
-        preset, name=_name_for(run_dir), source=source, stages=stages, overrides=chosen
-    )
-    given = frozenset(chosen) if stages is None else frozenset((*chosen, "stages.count"))
-    return _initialise(run_dir, settings, given, progress, fleet, model)
+    if stages is not None:
+        chosen.setdefault("stages.count", stages)
+    named = {"run.name": _name_for(run_dir), "data.source": source}
+    settings = default_settings(preset, named | chosen)
+    return _initialise(run_dir, settings, chosen.keys(), progress, fleet, model)
 
 
 def _source(data: str, progress: Progress) -> str:
@@ -152,7 +152,7 @@ def _given_model(
     length = chosen_length if isinstance(chosen_length, int) else None
     if isinstance(given, Path):
         return read_given_model(expanded(given), length)
-    folder = download_model(given, progress, partial(check_config, sequence_length=length))
+    folder = download_model(given, progress, partial(read_config, sequence_length=length))
     return replace(read_given_model(folder, length), hub_name=given.name)
 
 

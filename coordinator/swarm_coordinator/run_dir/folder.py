@@ -148,22 +148,26 @@ class RunFolder:
         finally:
             os.close(descriptor)
 
+    def database_files(self) -> list[Path]:
+        """Return the database's file and those that SQLite keeps beside it, as far as they
+        exist."""
+        found = (Path(f"{self.database}{suffix}") for suffix in ("", "-wal", "-shm"))
+        return [path for path in found if path.exists()]
+
     def set_database_aside(self) -> list[Path]:
         """Rename a damaged database and the files that SQLite keeps beside it; return the new
         paths."""
-        beside = [Path(f"{self.database}{suffix}") for suffix in ("", "-wal", "-shm")]
         number = 1
         while (aside := self.path / f"damaged-{number}-{self.database.name}").exists():
             number += 1
         moved: list[Path] = []
-        for path in beside:
-            if path.exists():
-                target = aside.with_name(aside.name + path.name.removeprefix(self.database.name))
-                with disk_errors(path):
-                    path.rename(target)
-                # In this order: without its log the database would pass for an older one.
-                sync_folder(self.path)
-                moved.append(target)
+        for path in self.database_files():
+            target = aside.with_name(aside.name + path.name.removeprefix(self.database.name))
+            with disk_errors(path):
+                path.rename(target)
+            # In this order: without its log the database would pass for an older one.
+            sync_folder(self.path)
+            moved.append(target)
         return moved
 
     def remembered_port(self) -> int | None:

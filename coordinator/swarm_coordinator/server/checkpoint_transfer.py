@@ -51,7 +51,6 @@ class CheckpointFetch:
     files: dict[StageIndex, tuple[int, str]] = field(default_factory=dict)
     requested: set[StageIndex] = field(default_factory=set)
     scopes: list[trio.CancelScope] = field(default_factory=list)
-    cancelled: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -83,7 +82,6 @@ class CheckpointFetcher:
     def cancel(self) -> None:
         """Abandon the checkpoint being fetched."""
         if self._current is not None:
-            self._current.cancelled = True
             for scope in self._current.scopes:
                 scope.cancel()
             self._current = None
@@ -96,7 +94,7 @@ class CheckpointFetcher:
         """Fetch one stage; the last stage to arrive completes the checkpoint."""
         with trio.CancelScope() as scope:
             checkpoint.scopes.append(scope)
-            if checkpoint.cancelled:
+            if self._current is not checkpoint:
                 return
             try:
                 await self._fetch(command, checkpoint)

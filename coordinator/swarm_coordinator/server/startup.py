@@ -24,6 +24,7 @@ from swarm_coordinator.server.core_failures import CoreFailures
 from swarm_coordinator.server.listen_addresses import dialable_addresses, dual_stack, listen_address
 from swarm_coordinator.server.processes.dashboard import DashboardProcess
 from swarm_coordinator.server.processes.evaluator import EvaluatorProcess
+from swarm_coordinator.server.processes.supervisor import Report
 from swarm_coordinator.storage.records import generation_floor, read_checkpoints
 from swarm_coordinator.storage.store import Store
 from swarm_shared.base.clock import Clock, monotonic, wall
@@ -42,9 +43,6 @@ log = logging.getLogger(__name__)
 
 MAX_STREAMS = 128
 """Inbound streams of one client: its circuits through this relay, and all other streams."""
-
-Report = Callable[[str], None]
-"""Prints one line for the organiser."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,11 +54,11 @@ def best_rate(
 class EfficiencyMeter:
     """Integrates the rates over the time in which the run trains."""
 
-    def __init__(self, swarm: Swarm, weights: Sequence[float] | None = None) -> None:
+    def __init__(self, swarm: Swarm, weights: Sequence[float]) -> None:
         """`weights` of the stages for the bound sum to 1; any such weights give a bound."""
         self._swarm = swarm
         stages = len(swarm.works)
-        self._weights = weights if weights is not None else [1 / stages] * stages
+        self._weights = weights
         self._serving: list[dict[PeerId, float]] = [{} for _ in range(stages)]
         """Rate of each peer at the stage that it serves, by stage."""
         self._where: dict[PeerId, int] = {}

@@ -19,6 +19,7 @@ from pydantic import Field, ValidationError
 
 from swarm_shared.base.errors import DataError, UsageError
 from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.json_messages import first_error
 from swarm_shared.base.memory import MachineBalance, MemoryOffer
 from swarm_shared.run.manifest import StageRange
 from swarm_shared.scheduling.placement.stage_sizes import StageSizes
@@ -140,10 +141,10 @@ def read_fleet(path: Path) -> FleetFile:
             f"the fleet {path} cannot be read ({error.strerror}); name a file of machine classes, "
             f"{HOME_FLEET}, or a number of home machines"
         ) from error
-    except (ValueError, ValidationError) as error:
-        first = str(error).splitlines()[0]
+    except ValueError as error:
+        reason = first_error(error) if isinstance(error, ValidationError) else error
         raise DataError(
-            f"{path} is not a fleet ({first}); docs/simulator.md shows what one looks like"
+            f"{path} is not a fleet ({reason}); docs/simulator.md shows what one looks like"
         ) from error
 
 

@@ -325,7 +325,7 @@ class PipelinePeer(ABC, Generic[ReceiptT]):
         """Microbatches that it has answered and not counted."""
         self.leases = LeaseQueue()
         self._members = members
-        self._downstreams: dict[StageIndex, Downstream[ReceiptT]] = {}
+        self.downstreams: dict[StageIndex, Downstream[ReceiptT]] = {}
         """Those that it has needed."""
         self._masks: dict[int, Callable[[tuple[StageIndex, ...]], None]] = {}
 
@@ -394,30 +394,26 @@ class PipelinePeer(ABC, Generic[ReceiptT]):
     # ---- sending
 
     @property
-    def downstreams(self) -> Mapping[StageIndex, Downstream[ReceiptT]]:
-        return self._downstreams
-
-    @property
     def next(self) -> Downstream[ReceiptT] | None:
         """Its deliveries to the stage behind its own, if there is one."""
         behind = StageIndex(self.stage + 1)
         return self._to(behind) if behind < self.manifest.stage_count else None
 
     def _to(self, stage: StageIndex) -> Downstream[ReceiptT]:
-        downstream = self._downstreams.get(stage)
+        downstream = self.downstreams.get(stage)
         if downstream is None:
-            downstream = self._downstreams[stage] = Downstream(self, stage)
+            downstream = self.downstreams[stage] = Downstream(self, stage)
             downstream.oldest_step_is(self.account.step)
             downstream.learn(self._members)
         return downstream
 
     def learn(self, members: Members) -> None:
         self._members = members
-        for downstream in self._downstreams.values():
+        for downstream in self.downstreams.values():
             downstream.learn(members)
 
     def step_changed(self) -> None:
-        for downstream in self._downstreams.values():
+        for downstream in self.downstreams.values():
             downstream.oldest_step_is(self.account.step)
         self._start_leased()
 

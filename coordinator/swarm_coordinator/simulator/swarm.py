@@ -121,7 +121,7 @@ class Swarm:
         )  # fmt: skip
         for change in trace:
             self.event_heap.at(change.seconds, partial(self._apply_trace_event, change))
-        self.event_heap.later(options.tick_seconds, self._tick)
+        self.event_heap.later(self.plane.TICK_SECONDS, self._tick)
         self.event_heap.later(LAST_HEARD_INTERVAL_SECONDS, self._refresh_last_heard)
 
     def _cost_shares(self) -> list[float]:
@@ -219,7 +219,7 @@ class Swarm:
 
     def _tick(self) -> None:
         self.deliver(Tick())
-        self.event_heap.later(self.options.tick_seconds, self._tick)
+        self.event_heap.later(self.plane.TICK_SECONDS, self._tick)
 
     def _refresh_last_heard(self) -> None:
         now, silent = self.event_heap.now, self._silent

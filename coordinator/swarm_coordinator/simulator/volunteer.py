@@ -116,7 +116,6 @@ class SwarmOptions:
     """Assumptions besides the fleet and the trace."""
 
     moves: RebalancingSettings = field(default_factory=RebalancingSettings)
-    tick_seconds: float = 1.0
     heartbeat_seconds: float = 30.0
     """Seconds between two reports of a volunteer's rate; that it is alive is reported
     separately."""

@@ -26,7 +26,6 @@ from swarm_coordinator.status.document import (
     TrustStatus,
     VerdictRow,
     WorkCounts,
-    health_of,
 )
 from swarm_shared.base.types import Step
 
@@ -37,15 +36,9 @@ VERDICTS_SHOWN = 20
 """Newest verdicts in the document; `swarm-coordinator trust` lists all of them."""
 
 
-def document_of(run: RunState, now: float) -> StatusDocument:
-    """Everything that the core has for the document, with the health that follows from it."""
-    peers = tuple(peer_row(run, peer, now) for peer in run.peers.values())
-    document = document_without_peers(run, now).model_copy(update={"peers": peers})
-    health = health_of(document, run.manifest.limits.dead_after_seconds)
-    return document.model_copy(update={"health": health})
-
-
 def document_without_peers(run: RunState, now: float) -> StatusDocument:
+    """Everything that the core has for the document, without its peers, of which there may be
+    thousands (`peer_row`), and the health, which depends on them."""
     step, last = run.steps.current, run.history.last_applied
     return StatusDocument(
         run=run.manifest.name,

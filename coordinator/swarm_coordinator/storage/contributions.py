@@ -21,7 +21,6 @@ class StageContribution:
     peer: PeerId
     name: str | None
     stage: StageIndex
-    steps: int
     microbatches: int
     tokens: int
     first_step: Step
@@ -32,7 +31,7 @@ class StageContribution:
 def read_contributions(connection: Connection) -> tuple[StageContribution, ...]:
     """Return all contributions that are not void, by stage and then the most microbatches first."""
     rows = connection.execute(
-        "SELECT p.peer, p.name, s.stage, count(*), "
+        "SELECT p.peer, p.name, s.stage, "
         "CAST(sum(s.microbatches) AS BIGINT), CAST(sum(s.tokens) AS BIGINT), "
         "min(a.step), max(a.step), nullif(max(t.team), '') "
         "FROM shares s JOIN applied_steps a ON a.id = s.applied_step "

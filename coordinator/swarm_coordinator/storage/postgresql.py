@@ -58,10 +58,9 @@ class PostgresqlConnection:
     def execute(self, sql: str, parameters: Sequence[Any] = (), /) -> Any:
         return self.raw.execute(_to_psycopg(sql), _storable(parameters) or None)
 
-    def executemany(self, sql: str, parameters: Iterable[Sequence[Any]], /) -> object:
+    def executemany(self, sql: str, parameters: Iterable[Sequence[Any]], /) -> None:
         with self.raw.cursor() as cursor:
             cursor.executemany(_to_psycopg(sql), list(map(_storable, parameters)))
-        return None
 
     def close(self) -> None:
         self.raw.close()

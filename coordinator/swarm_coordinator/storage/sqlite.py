@@ -123,11 +123,6 @@ def copy_database(path: Path, target: Path) -> None:
         copy.execute("PRAGMA journal_mode = DELETE").fetchall()
 
 
-def database_files(path: Path) -> list[Path]:
-    """Return the database's file and those that SQLite keeps beside it."""
-    return [p for p in (path, Path(f"{path}-wal"), Path(f"{path}-shm")) if p.exists()]
-
-
 class DatabaseDamaged(StorageError):
     """The file is not a database, or parts of it are lost."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +53,7 @@ class RunFolderReader:
     _read_for: tuple[int, int] | None = None
     _history_due: float = 0.0
     _contributors_due: float = 0.0
-    _trouble: str = field(default="")
+    _trouble: str = ""
 
     def prepare(self) -> None:
         """Import the reading modules, so that their time does not count as reading."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
+from collections.abc import Callable, Iterator
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
@@ -13,6 +15,18 @@ def stop_signals() -> tuple[signal.Signals, ...]:
     if hangup is not None and signal.getsignal(hangup) is not signal.SIG_IGN:
         found.append(hangup)
     return tuple(found)
+
+
+@contextlib.contextmanager
+def on_stop_signals(handler: Callable[[], object]) -> Iterator[None]:
+    """Call `handler` at each of these signals during the block. For a program without an event
+    loop; of the main thread only."""
+    before = {number: signal.signal(number, lambda *_: handler()) for number in stop_signals()}
+    try:
+        yield
+    finally:
+        for number, former in before.items():
+            signal.signal(number, former)
 
 
 def asks_again(number: int) -> bool:

@@ -62,7 +62,7 @@ quoted = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=
 )
 @settings(max_examples=100, deadline=None)
 def test_any_settings_survive_being_written_and_read(overrides: dict[str, object]):
-    settings = default_settings("tiny", overrides=overrides)
+    settings = default_settings("tiny", overrides)
     assert parse_run_toml(render_run_toml(settings)) == settings
     assert settings.run.name == overrides["run.name"]
 
@@ -85,7 +85,7 @@ def test_every_setting_of_the_written_file_is_described_or_self_explanatory():
 
 
 def test_an_overridden_size_is_a_setting_and_the_others_are_shown_as_comments():
-    text = render_run_toml(default_settings("tiny", overrides={"model.layers": 6}))
+    text = render_run_toml(default_settings("tiny", {"model.layers": 6}))
     assert "\nlayers = 6\n" in text
     assert "\n# hidden_size = 128\n" in text
 
@@ -223,12 +223,12 @@ def test_a_whole_number_may_stand_for_a_number():
 
 
 def test_overrides_are_checked_like_the_file():
-    settings = default_settings("tiny", stages=3, overrides={"training.steps": 5})
+    settings = default_settings("tiny", {"stages.count": 3, "training.steps": 5})
     assert (settings.stages.count, settings.training.steps) == (3, 5)
     with pytest.raises(ConfigurationError, match="did you mean 'steps'"):
-        default_settings("tiny", overrides={"training.step": 5})
+        default_settings("tiny", {"training.step": 5})
     with pytest.raises(ConfigurationError, match=r"SECTION\.NAME"):
-        default_settings("tiny", overrides={"steps": 5})
+        default_settings("tiny", {"steps": 5})
 
 
 def test_the_words_of_a_command_line_become_values():
@@ -293,7 +293,7 @@ def test_an_unchanged_file_differs_in_nothing_from_its_manifest():
 )
 def test_a_changed_setting_that_the_manifest_fixes_is_named(change: str, value: object, named: str):
     manifest = manifest_for(default_settings("tiny"))
-    changed = default_settings("tiny", overrides={change: value})
+    changed = default_settings("tiny", {change: value})
     differences = settings_differences(changed, manifest)
     assert len(differences) == 1
     assert differences[0].startswith(named)
@@ -302,7 +302,7 @@ def test_a_changed_setting_that_the_manifest_fixes_is_named(change: str, value: 
 @pytest.mark.parametrize("change", ["network.listen_port", "checkpoint.keep"])
 def test_a_setting_of_this_machine_alone_may_change(change: str):
     manifest = manifest_for(default_settings("tiny"))
-    assert settings_differences(default_settings("tiny", overrides={change: 9}), manifest) == []
+    assert settings_differences(default_settings("tiny", {change: 9}), manifest) == []
 
 
 def test_between_stages_the_cheapest_codec_is_the_default_whose_cost_in_loss_is_within_the_noise():

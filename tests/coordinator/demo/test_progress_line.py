@@ -11,7 +11,7 @@ from swarm_coordinator.demo.progress_line import (
     ProgressDisplay,
     eta_seconds,
     progress_line,
-    recent_tokens_per_second,
+    tokens_per_second,
 )
 from swarm_coordinator.storage.history import HistoryStep
 from swarm_shared.base.types import Step
@@ -48,9 +48,14 @@ def test_one_slow_step_does_not_move_the_estimate() -> None:
     assert eta_seconds(Progress(10, steps([30.0, 1.0, 1.0, 1.0]), (1,))) == pytest.approx(6.0)
 
 
+def test_throughput_is_all_tokens_over_all_seconds() -> None:
+    assert tokens_per_second(steps([3.0, 1.0])) == pytest.approx(2 * 1000 / 4)
+    assert tokens_per_second([]) == 0.0
+
+
 def test_the_rate_forgets_the_slow_start() -> None:
-    assert recent_tokens_per_second(steps([100.0] + [0.5] * 10)) == pytest.approx(2000)
-    assert recent_tokens_per_second([]) == 0.0
+    line = progress_line(Progress(20, steps([100.0] + [0.5] * 10), (1,)))
+    assert " 2,000 tokens/s " in line
 
 
 def test_a_terminal_sees_one_line_in_place_and_a_newline_at_the_end() -> None:

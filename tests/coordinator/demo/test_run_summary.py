@@ -19,7 +19,6 @@ from swarm_coordinator.demo.run_summary import (
     protocol_label,
     result_document,
     summary_text,
-    tokens_per_second,
 )
 from swarm_coordinator.status.document import LinkRow
 from swarm_coordinator.storage.history import (
@@ -41,7 +40,7 @@ def contribution(
     peer: PeerId, name: str | None, stage: int, microbatches: int
 ) -> StageContribution:
     return StageContribution(
-        peer, name, StageIndex(stage), 2, microbatches, microbatches * 1024, Step(1), Step(2)
+        peer, name, StageIndex(stage), microbatches, microbatches * 1024, Step(1), Step(2)
     )
 
 
@@ -66,11 +65,6 @@ HISTORY = History(
 )
 COMPARED = [ComparedStep(1, 5.5, 5.5), ComparedStep(2, 4.5, 4.5)]
 RESULT = RunResult(HISTORY, COORDINATOR, unigram_entropy=3.3, sample="def f(x):\n\treturn x")
-
-
-def test_throughput_is_all_tokens_over_all_seconds() -> None:
-    assert tokens_per_second(HISTORY) == pytest.approx(2 * 16_384 / 4)
-    assert tokens_per_second(replace(HISTORY, steps=())) == 0.0
 
 
 def test_each_direction_of_a_link_counts_once_with_the_larger_report() -> None:

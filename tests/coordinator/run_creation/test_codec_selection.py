@@ -35,7 +35,7 @@ AUTO = {"codecs.activation": "auto", "codecs.gradient": "auto"}
 
 def settings(**changes: object) -> RunSettings:
     overrides = {f"codecs.{name}": value for name, value in changes.items()}
-    return default_settings("tiny", stages=2, overrides=AUTO | overrides)
+    return default_settings("tiny", {"stages.count": 2} | AUTO | overrides)
 
 
 def table(**gaps: float) -> QualityTable:
@@ -85,7 +85,7 @@ def test_of_a_long_activation_a_part_is_measured_and_the_whole_is_reckoned():
 
 
 def test_a_single_stage_has_no_border_and_nothing_is_measured():
-    alone = default_settings("tiny", stages=1, overrides=AUTO)
+    alone = default_settings("tiny", {"stages.count": 1} | AUTO)
     found, why = select_codecs(alone, clock=lambda: pytest.fail("it is measured"))
     assert found.codecs.config == CodecsConfig(average="exact")
     assert "one stage has no boundary" in why
@@ -172,6 +172,6 @@ def test_auto_that_is_written_later_is_followed_once_and_keeps_every_other_word(
 
 
 def test_the_budget_alone_changes_no_run():
-    changed = default_settings("tiny", overrides={"codecs.largest_loss_gap": 0.5})
+    changed = default_settings("tiny", {"codecs.largest_loss_gap": 0.5})
     assert changed.codecs.config == default_settings("tiny").codecs.config
     assert "largest_loss_gap = 0.5\n" in render_run_toml(changed)

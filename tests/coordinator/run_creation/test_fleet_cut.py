@@ -40,7 +40,7 @@ SIZES: dict[str, object] = {
     "model.sequence_length": 16,
     "training.sequences_per_microbatch": 2,
 }
-SETTINGS = default_settings("tiny", overrides=SIZES)
+SETTINGS = default_settings("tiny", SIZES)
 SMALLEST_GIB = max(
     stage.memory.device_bytes + stage.memory.host_bytes
     for stage in plan_of(in_stages(SETTINGS, 8)).stages
@@ -61,7 +61,7 @@ def fleet_of(*classes: HardwareClass) -> list[Hardware]:
 IN_TWO = in_stages(
     default_settings(
         "tiny",
-        overrides=SIZES
+        SIZES
         | {
             "model.vocabulary_size": 256,
             "model.sequence_length": 4,

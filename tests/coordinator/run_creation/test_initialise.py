@@ -332,7 +332,7 @@ def test_the_standard_library_is_the_tiny_presets_text(tmp_path: Path):
     lines: list[str] = []
     progress: Progress = lines.append
     manifest = initialise_run(tmp_path / "run", "tiny", progress=progress)
-    settings = default_settings("tiny", name="run")
+    settings = default_settings("tiny", {"run.name": "run"})
     assert load_settings(RunFolder.open(tmp_path / "run")) == settings
     train, heldout = (
         sum(shard.tokens for shard in manifest.data.split(split)) for split in ("train", "heldout")

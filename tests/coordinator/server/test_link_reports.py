@@ -62,8 +62,8 @@ def saved(told: LinkReports) -> dict[PeerId, tuple[LinkBytes, ...]]:
     return {peer: links for few in told.unsaved_links() for peer, links in few.items()}
 
 
-def paths_of(told: LinkReports, peer: PeerId = ANNA) -> tuple[LinkPath, ...]:
-    return told.paths({ANNA, BERT}).get(peer, ())
+def paths_of(told: LinkReports) -> tuple[LinkPath, ...]:
+    return told.paths({ANNA, BERT}).get(ANNA, ())
 
 
 def test_what_did_not_change_is_still_known() -> None:

@@ -45,7 +45,7 @@ def test_credit_is_tokens_times_the_stages_share_of_the_work_and_the_best_come_f
     shares = [bench.manifest.work_share(stage) for stage in (0, 1)]
     assert math.isclose(sum(shares), 1.0)
     board = Leaderboard(bench.manifest)
-    before = StageContribution(PeerId("a"), "Ada", StageIndex(0), 1, 1, 100, Step(1), Step(1))
+    before = StageContribution(PeerId("a"), "Ada", StageIndex(0), 1, 100, Step(1), Step(1))
     board.begin((before,))
     board.add_step(step_of(("a", 1, 10), ("b", 1, 1000)))
     first, second = board.rows()

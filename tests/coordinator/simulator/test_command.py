@@ -117,6 +117,11 @@ def test_a_run_that_cannot_begin_reports_what_it_waits_for(
         (["--fleet", "0", "--trace", "steady"], 2, "a fleet has 1 to 1,000,000 machines, not 0"),
         (["--fleet", "nothing.json", "--trace", "steady"], 5, "cannot be read"),
         (["--fleet", "{run}/run.toml", "--trace", "steady"], 5, "is not a fleet"),
+        (
+            ["--fleet", "{run}/data/shards.json", "--trace", "steady"],
+            5,
+            "is not a fleet (format: Input should be",
+        ),
         (["--fleet", "5", "--trace", "unheard"], 2, "models are steady, home, spot"),
         (["--fleet", "5", "--trace", "spot:bulk=x"], 2, "'bulk=x' is no parameter of spot"),
         (["--fleet", "5", "--trace", "spot:bulk=0.5"], 2, "bulk must be at least 1"),

@@ -221,8 +221,8 @@ def test_link_bytes_add_up_over_a_volunteers_restarts(place: DatabaseLocation) -
 
 def test_contributions_sum_the_live_steps(place: DatabaseLocation) -> None:
     one_start_at(place, step(1), step(2), RolledBack(Version(1), "gone"), step(2))
-    found = {(c.peer, c.stage): (c.steps, c.microbatches) for c in history(place).contributions}
-    assert found == {(ANNA, 0): (2, 2), (BERT, 0): (2, 2), (BERT, 1): (2, 4)}
+    found = {(c.peer, c.stage): c.microbatches for c in history(place).contributions}
+    assert found == {(ANNA, 0): 2, (BERT, 0): 2, (BERT, 1): 4}
 
 
 def test_history_reads_beside_a_running_writer(place: DatabaseLocation, store: Store) -> None:

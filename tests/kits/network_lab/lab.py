@@ -61,7 +61,7 @@ class Lab:
         traceback: TracebackType | None,
     ) -> None:
         try:
-            self.children.end(self.children.grace_seconds)
+            self.children.end()
         finally:
             self._clear()
 

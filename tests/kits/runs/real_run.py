@@ -118,7 +118,7 @@ class Run:
         coordinator.signal(signal.SIGINT)
         coordinator.wait(STOP_SECONDS)
         ending = coordinator.describe_exit()
-        self.swarm.children.end(10.0)
+        self.swarm.children.end()
         if coordinator.exit_code() != 0:
             raise SwarmError(f"the coordinator {ending} when it was stopped")
         return self.version()

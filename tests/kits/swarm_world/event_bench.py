@@ -19,6 +19,8 @@ from swarm_coordinator.core.state.steps import StepState
 from swarm_coordinator.core.transition import begin, transition
 from swarm_coordinator.core.trust.audits import AuditBook
 from swarm_coordinator.simulator.transcripts import simulated_transcript
+from swarm_coordinator.status.builder import document_without_peers, peer_row
+from swarm_coordinator.status.document import StatusDocument, health_of
 from swarm_shared import protocol
 from swarm_shared.base.transcript import Transcript
 from swarm_shared.base.types import (
@@ -392,6 +394,13 @@ class Bench:
     def savers(self, commands: Commands | None = None) -> list[str]:
         """Peers that were requested to save a snapshot, by default by the last event."""
         return [p for p in sorted(self.run.peers) if self.sent(p, protocol.SaveSnapshot, commands)]
+
+    def status(self) -> StatusDocument:
+        """What the coordinator would write now, as far as the core knows it."""
+        peers = tuple(peer_row(self.run, peer, self.now) for peer in self.run.peers.values())
+        document = document_without_peers(self.run, self.now).model_copy(update={"peers": peers})
+        health = health_of(document, self.manifest.limits.dead_after_seconds)
+        return document.model_copy(update={"health": health})
 
     @classmethod
     def trained(

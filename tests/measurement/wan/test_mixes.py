@@ -78,10 +78,10 @@ def test_the_mix_like_1b_averages_as_large_a_share_of_its_bytes() -> None:
 
 def planned_sizes(training: Training) -> Sizes:
     changes = {
-        **CHANGES, **training.settings,
+        **CHANGES, **training.settings, "stages.count": training.stages,
         "training.microbatches_per_step": training.microbatches_per_step,
     }  # fmt: skip
-    return settings_sizes(default_settings(PRESET, stages=training.stages, overrides=changes))
+    return settings_sizes(default_settings(PRESET, changes))
 
 
 @pytest.mark.parametrize(

@@ -306,6 +306,14 @@ def lift(run: RunState, peer: PeerId, owner: PeerId | None, now: float) -> bool:
     return True
 
 
+def refuse(run: RunState, peer: PeerId, owner: PeerId | None, now: float) -> bool:
+    """Refuse a client that may not take part for now; False if it may."""
+    reason = refusal(run, peer, owner, now)
+    if reason is not None:
+        send_refusal(run, peer, owner, reason, now)
+    return reason is not None
+
+
 def send_refusal(
     run: RunState, peer: PeerId, owner: PeerId | None, reason: str, now: float
 ) -> None:

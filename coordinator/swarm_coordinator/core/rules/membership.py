@@ -53,9 +53,7 @@ def attach(run: RunState, event: PeerAttached, now: float) -> None:
     assert event.peer not in run.peers, "an older attachment is removed first"
     if hello.self_tested:
         held_up.lift(run, event.peer, event.owner, now)
-    refusal = held_up.refusal(run, event.peer, event.owner, now)
-    if refusal is not None:
-        held_up.send_refusal(run, event.peer, event.owner, refusal, now)
+    if held_up.refuse(run, event.peer, event.owner, now):
         return
     peer = PeerState(
         peer=event.peer,

@@ -27,7 +27,7 @@ from swarm_coordinator.core.state.step_table import Cell
 from swarm_coordinator.core.state.steps import PendingMask, StepState
 from swarm_coordinator.core.state.utilisation import Rejection
 from swarm_coordinator.core.trust import chains
-from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
+from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step, Version
 from swarm_shared.identity.credentials import Receipt
 from swarm_shared.protocol import Heartbeat, Lease, LeasedMicrobatch, Mask, MaskRequest, NotCounted
 from swarm_shared.scheduling.claimed_rates import MAX_RATE_OVER_MEDIAN
@@ -212,7 +212,7 @@ def complete(run: RunState, step: StepState) -> bool:
     return len(step.table) == len(numbers(run)) * run.manifest.stage_count
 
 
-def commit_relayed(run: RunState, receipt: Receipt, now: float) -> bool:
+def commit_relayed(run: RunState, receipt: Receipt, now: float) -> None:
     """Enter a verified receipt that another peer reports, if its signer still has the gradient.
 
     A receipt names no session, and the other peer may have kept it since its signer has lost the
@@ -220,37 +220,35 @@ def commit_relayed(run: RunState, receipt: Receipt, now: float) -> bool:
     """
     step = run.steps.numbered(receipt.step)
     if step is None:
-        return False
+        return
     reported = receipt.microbatch in step.own_reports.get(receipt.peer, ())
-    if not reported and receipt.peer in step.own_reports_only:
-        return False
-    return _enter(run, receipt, now)
+    if reported or receipt.peer not in step.own_reports_only:
+        _enter(run, receipt, now)
 
 
-def commit(run: RunState, receipt: Receipt, now: float) -> bool:
-    """Enter a verified receipt that its signer reports; False if it does not count."""
+def commit(run: RunState, receipt: Receipt, now: float) -> None:
+    """Enter a verified receipt that its signer reports."""
     step = run.steps.numbered(receipt.step)
     if step is not None and receipt.microbatch in numbers(run):
         step.own_reports.setdefault(receipt.peer, set()).add(receipt.microbatch)
-    return _enter(run, receipt, now)
+    _enter(run, receipt, now)
 
 
-def _enter(run: RunState, receipt: Receipt, now: float) -> bool:
-    """Enter one verified receipt; False if it does not count (stale, unknown, or a duplicate)."""
+def _enter(run: RunState, receipt: Receipt, now: float) -> None:
+    """Enter one verified receipt, unless it is stale, unknown, or a duplicate."""
     step, peer = run.steps.numbered(receipt.step), run.peers.get(receipt.peer)
     wrong = _rejection_of(run, peer, receipt)
     if peer is None or wrong is not None:
-        if int(receipt.step) != int(
-            run.history.version
-        ):  # counted receipts may be reported again after their step
+        # Counted receipts may be reported again after their step.
+        if Version(receipt.step) != run.history.version:
             run.statistics.reject(wrong or Rejection.NOT_THE_HOLDER)
-        return False
+        return
     if step is None:
         # After a restart peers re-attach one by one, and the step begins when enough have.
         peer.early_receipts[receipt.step, receipt.microbatch] = receipt
-        return False
+        return
     if step is run.steps.current and run.phase not in _COUNTING:
-        return False
+        return
     cell = (receipt.microbatch, receipt.stage)
     first, last = receipt.stage == 0, receipt.stage == run.last_stage
     if not run.audits.of_the_data(
@@ -259,17 +257,17 @@ def _enter(run: RunState, receipt: Receipt, now: float) -> bool:
         # Its sender chose other data; the peer is to take them out, and may count it again.
         run.statistics.reject(Rejection.OTHER_DATA)
         cleared_cells.drop(run, step, cell, receipt.peer)
-        return False
+        return
     if (*cell, receipt.peer) in step.audits.dropping:
-        return False  # of the computation that it is taking out
+        return  # of the computation that it is taking out
     _owes_no_more(step, receipt.microbatch, receipt.peer)
     if cell in step.table:
         # Another peer was first. Close sends this peer its commit set, without this cell.
-        known = step.table[cell].peer == receipt.peer
-        if not known and (cell, receipt.peer) not in step.duplicates:
-            step.duplicates.add((cell, receipt.peer))
+        duplicate = (cell, receipt.peer)
+        if step.table[cell].peer != receipt.peer and duplicate not in step.duplicates:
+            step.duplicates.add(duplicate)
             run.statistics.work.duplicated += 1
-        return known
+        return
     run.statistics.work.counted += 1
     step.table[cell] = Cell(receipt.peer, receipt.tokens, receipt.loss_sum, receipt.transcript)
     lease = step.leases.get(receipt.microbatch)
@@ -278,7 +276,6 @@ def _enter(run: RunState, receipt: Receipt, now: float) -> bool:
         if trainer is not None:
             trainer.delivered_at = now
     verdicts.counted(run, step, cell, now)
-    return True
 
 
 def _rejection_of(run: RunState, peer: PeerState | None, receipt: Receipt) -> Rejection | None:

@@ -378,7 +378,7 @@ def _check_agreement(run: RunState, step: StepState, found: Round, now: float) -
             of_stage.setdefault(of, {})[member] = squares
     agreed = {
         stage: run.audits.decide(
-            Statement(p, found.owners.get(p, p), _attached_since(run, p), squares)
+            Statement(p, found.owners[p], _attached_since(run, p), squares)
             for p, squares in reported.items()
         )
         for stage, reported in sorted(of_stage.items())

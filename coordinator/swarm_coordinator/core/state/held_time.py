@@ -91,9 +91,7 @@ class HeldAccount:
 
     def record_not_finite(self, other: PeerId, now: float) -> None:
         """Remember the other end of a computation that was not finite."""
-        if other not in self.not_finite_with:
-            _make_room(self.not_finite_with, MAX_DISPUTES, lambda at: at)
-        self.not_finite_with[other] = now
+        _remember(self.not_finite_with, other, now)
 
     def partners(self, now: float) -> int:
         """Number of different other ends within an hour."""
@@ -101,9 +99,7 @@ class HeldAccount:
 
     def record_at_odds(self, other: PeerId, now: float) -> None:
         """Remember the other party of an average that failed between the two."""
-        if other not in self.at_odds_with:
-            _make_room(self.at_odds_with, MAX_DISPUTES, lambda at: at)
-        self.at_odds_with[other] = now
+        _remember(self.at_odds_with, other, now)
 
     def parties(self, now: float) -> set[PeerId]:
         """The parties of averages that failed within an hour."""
@@ -204,6 +200,12 @@ def restored_held_time(records: Iterable[HeldAccountRecord], now: float) -> Held
             for one in records
         }
     )
+
+
+def _remember(table: dict[PeerId, float], other: PeerId, now: float) -> None:
+    if other not in table:
+        _make_room(table, MAX_DISPUTES, lambda at: at)
+    table[other] = now
 
 
 def _make_room(table: dict[KeyT, ValueT], most: int, worth: Callable[[ValueT], float]) -> None:

@@ -6,10 +6,9 @@ Values only; the rules are in `swarm_coordinator.core.rules.rebalancing`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
 
 from swarm_shared.base.types import PeerId, StageIndex
 from swarm_shared.scheduling.placement import (
@@ -32,16 +31,10 @@ class RebalancingRule(StrEnum):
     """The pipeline's gain must be worth the download."""
 
 
-class ChooseMoves(Protocol):
-    """A function that decides which peers move: `choose_moves`, or another one to measure."""
-
-    def __call__(
-        self,
-        stages: Sequence[StageLoad],
-        peers: Sequence[PeerLoad],
-        policy: MovePolicy,
-        resting: Collection[StageIndex] = (),
-    ) -> MoveDecision: ...
+ChooseMoves = Callable[
+    [Sequence[StageLoad], Sequence[PeerLoad], MovePolicy, Collection[StageIndex]], MoveDecision
+]
+"""A function that decides which peers move: `choose_moves`, or another one to measure."""
 
 
 @dataclass(frozen=True, slots=True)

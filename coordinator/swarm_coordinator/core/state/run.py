@@ -22,7 +22,7 @@ from swarm_coordinator.core.state.roster import RosterState
 from swarm_coordinator.core.state.statistics import RunStatistics
 from swarm_coordinator.core.state.steps import StepsInProgress
 from swarm_coordinator.core.state.utilisation import Rejection
-from swarm_coordinator.core.trust.audits import AuditBook, no_audits
+from swarm_coordinator.core.trust.audits import AuditBook
 from swarm_shared.base.types import PeerId, StageIndex, Version
 from swarm_shared.protocol import CoordinatorMessage, PeerRecord
 from swarm_shared.run.manifest import Manifest
@@ -53,8 +53,8 @@ class RunState:
     checkpoints: CheckpointState
     rebalancing: RebalancingState
     statistics: RunStatistics
-    audits: AuditBook = field(default_factory=no_audits)
-    held_time: HeldTime = field(default_factory=HeldTime)
+    audits: AuditBook
+    held_time: HeldTime
     phase: RunPhase = RunPhase.WAITING
     """FINISHED at the start of a coordinator whose run has finished; afterwards assigned by
     `enter_phase` alone."""

@@ -30,6 +30,7 @@ ERROR_BYTES = 4096
 """Bytes of the end of its standard error kept for the coordinator's log."""
 
 Report = Callable[[str], None]
+"""Prints one line for the organiser."""
 TakeLine = Callable[[bytes], None]
 
 
@@ -40,7 +41,6 @@ class Supervisor:
     log_folder: Path
     """Where the organiser finds details."""
     report: Report
-    """Prints one line for the organiser."""
     restarts: int = 0
     failures: int = 0
     pid: int | None = None

@@ -10,7 +10,6 @@ from kits.swarm_world.facts import COORDINATOR
 from swarm_coordinator.core.events import Command, Restored
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.transition import begin
-from swarm_coordinator.status.builder import document_of
 from swarm_shared.base.types import PeerId, Version
 from swarm_shared.protocol import Apply, AssignStage, Lease, Leaving, Roster
 
@@ -24,7 +23,7 @@ def offered(bench: Bench, commands: list[Command], to: str = "a1") -> dict[str, 
 
 
 def waits_for(bench: Bench) -> object:
-    return document_of(bench.run, bench.now).waiting_for
+    return bench.status().waiting_for
 
 
 def test_a_paused_peer_accepts_no_work_in_the_roster_until_it_resumes() -> None:
@@ -130,7 +129,7 @@ def test_a_paused_peer_is_no_replacement_for_one_that_leaves_in_the_middle_of_a_
 def test_the_status_shows_paused_peers() -> None:
     bench = Bench.trained(1)
     bench.pause("b1")
-    peers = document_of(bench.run, bench.now).peers
+    peers = bench.status().peers
     assert {peer.peer: peer.paused for peer in peers} == {
         "a0": False, "b0": False, "a1": False, "b1": True,
     }  # fmt: skip

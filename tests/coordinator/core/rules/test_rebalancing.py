@@ -14,7 +14,6 @@ from swarm_coordinator.core.rules import membership
 from swarm_coordinator.core.rules.rebalancing import rebalancing_of
 from swarm_coordinator.core.state.moves import RebalancingRule, RebalancingSettings
 from swarm_coordinator.core.state.phases import RunPhase
-from swarm_coordinator.status.builder import document_of
 from swarm_shared.base.types import StageIndex, Version
 from swarm_shared.protocol import (
     AssignStage,
@@ -55,7 +54,7 @@ def decided(bench: Bench) -> str:
 
 
 def told(bench: Bench) -> dict[str, Any]:
-    return document_of(bench.run, bench.now).rebalancing.model_dump()
+    return bench.status().rebalancing.model_dump()
 
 
 def test_no_peer_moves_to_a_full_stage(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@ from kits.swarm_world.event_bench import Bench
 from swarm_coordinator.core.events import Note, Restored, RolledBack, Send
 from swarm_coordinator.core.state.peers import PeerPhase
 from swarm_coordinator.core.state.phases import RunPhase
-from swarm_coordinator.status.builder import document_of
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step, Version
 from swarm_shared.protocol import (
     Applied,
@@ -354,10 +353,10 @@ def test_a_peer_that_never_applies_a_missed_step_does_not_keep_a_stage_from_reco
 def test_a_run_that_waits_for_a_lost_stage_reports_it() -> None:
     bench = lost_stage()
     bench.tick(0.5)
-    assert "stage 1" in str(document_of(bench.run, bench.now).waiting_for)
+    assert "stage 1" in str(bench.status().waiting_for)
     bench.attach("a1", stage=1, version=3)
     bench.tick(0.5)
-    assert document_of(bench.run, bench.now).waiting_for == ""
+    assert bench.status().waiting_for == ""
     notes = [note.text for note in bench.commands(Note, bench.log)]
     assert "stage 1 has lost every peer: the run waits for a peer to hold it" in notes
     assert "stage 1 is held again" in notes

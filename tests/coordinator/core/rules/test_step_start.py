@@ -5,12 +5,11 @@ from __future__ import annotations
 from kits.memory import offers, takes
 from kits.swarm_world.event_bench import Bench
 from swarm_coordinator.core.state.phases import RunPhase
-from swarm_coordinator.status.builder import document_of
 from swarm_shared.protocol import AssignStage
 
 
 def waiting_for(bench: Bench) -> str:
-    return str(document_of(bench.run, bench.now).waiting_for)
+    return str(bench.status().waiting_for)
 
 
 def test_training_begins_when_every_stage_has_as_many_peers_as_the_organiser_wants() -> None:

@@ -7,7 +7,6 @@ from typing import Any
 from kits.swarm_world.event_bench import Bench
 from swarm_coordinator.core.state.peers import PeerPhase
 from swarm_coordinator.core.state.phases import RunPhase
-from swarm_coordinator.status.builder import document_of
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step, Version
 from swarm_shared.protocol import AbortRound, AssignStage, NotFinite, Ready
 
@@ -23,7 +22,7 @@ def phase(bench: Bench, peer: str) -> PeerPhase:
 
 
 def marked(bench: Bench) -> dict[str, Any]:
-    peers = document_of(bench.run, bench.now).peers
+    peers = bench.status().peers
     return {p.peer: (p.flagged_times, p.flagged_reason) for p in peers if p.flagged_times}
 
 
@@ -60,12 +59,12 @@ def test_a_microbatch_that_is_finite_nowhere_is_held_against_one_peer_only() -> 
     assert set(marked(bench)) == {"b0"}
 
 
-def overflowing(*receivers: str, sender: str = "b0") -> Bench:
-    """Every receiver has computed something not finite from an output of the sender."""
+def overflowing(*receivers: str) -> Bench:
+    """Every receiver has computed something not finite from an output of b0."""
     bench = Bench(microbatches=16)
     bench.join_all("a0", "b0", "c0", "a1", "b1", "c1", "d1", "e1")
     for microbatch, receiver in enumerate(receivers):
-        say_not_finite(bench, receiver, microbatch, sender)
+        say_not_finite(bench, receiver, microbatch, "b0")
     return bench
 
 

@@ -27,7 +27,6 @@ from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.trust.audits import MAX_IN_HAND, AuditBook, AuditSettings
 from swarm_coordinator.core.trust.samples import SampledTokens
 from swarm_coordinator.simulator.transcripts import simulated_transcript
-from swarm_coordinator.status.builder import document_of
 from swarm_shared.base.transcript import Transcript
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step, Version
 from swarm_shared.protocol import (
@@ -255,7 +254,7 @@ def test_the_status_lists_owners_and_verdicts() -> None:
     bench.report("a0", 0)
     contradict(bench, *the_order(bench))
     contradict(bench, *the_order(bench))
-    trust = document_of(bench.run, bench.now).trust
+    trust = bench.status().trust
     assert (trust.lost, trust.probation_cells, trust.on_probation) == (1, 0, 0)
     first, *others = trust.owners
     assert (first.owner, first.passed, first.lost) == ("a0", 0, 1)

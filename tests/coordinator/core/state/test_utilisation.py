@@ -16,7 +16,6 @@ from swarm_coordinator.core.state.utilisation import (
     UtilisationStats,
     quantile,
 )
-from swarm_coordinator.status.builder import document_of
 from swarm_coordinator.status.builder import figures_of as figures_of_stats
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
 from swarm_shared.protocol import Heartbeat, NotFinite
@@ -121,7 +120,7 @@ def beat(bench: Bench, peer: str, **told: Any) -> None:
 
 
 def figures_of(bench: Bench) -> dict[str, Any]:
-    return document_of(bench.run, bench.now).figures.model_dump()
+    return bench.status().figures.model_dump()
 
 
 def idle(bench: Bench, stage: int) -> Any:

@@ -148,11 +148,7 @@ def _sources(run: RunState, step: StepState, audit: OpenAudit) -> AuditSources |
 
 
 def answer_seconds(run: RunState, step: StepState) -> float:
-    """Time limit of an auditor's answer."""
-    return max(AUDIT_SECONDS, step_seconds(run, step))
-
-
-def step_seconds(run: RunState, step: StepState) -> float:
-    """What the work of the step has taken, or what the step before it took."""
+    """Time limit of an auditor's answer: no less than the work of the step has taken, or than the
+    step before it took."""
     last = run.history.last_applied
-    return held_up.pace(step) or (0.0 if last is None else last.seconds)
+    return max(AUDIT_SECONDS, held_up.pace(step) or (0.0 if last is None else last.seconds))

@@ -32,7 +32,7 @@ from swarm_coordinator.core.state.utilisation import Rejection
 from swarm_coordinator.core.trust import chains
 from swarm_coordinator.core.trust.audits import Exactly, OpenAudit, Order
 from swarm_coordinator.core.trust.whole_audits import CellSums, WholeAudit, sums_of
-from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
+from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex
 from swarm_shared.identity.work_statements import AuditStatement
 from swarm_shared.trust.votes import (
     Claim,
@@ -414,8 +414,8 @@ def _lost(
 ) -> None:  # fmt: skip
     record = VerdictRecord(
         step=step.step, microbatch=audit.microbatch, stage=audit.stage, peer=peer, owner=owner,
-        audited=audit.peer, reason=reason, void_after=Step(0),
-        evidence=audit.evidence(run.audits.settings), claim=audit.claim,
+        audited=audit.peer, reason=reason, evidence=audit.evidence(run.audits.settings),
+        claim=audit.claim,
     )  # fmt: skip
     convict(run, record, now)
 

@@ -22,7 +22,7 @@ from swarm_coordinator.core.state.steps import StepState
 from swarm_coordinator.core.state.waiting import stage_names
 from swarm_coordinator.core.trust import sums
 from swarm_coordinator.core.trust.sums import RoundSums, SignedSums, SumGroup
-from swarm_shared.base.types import PeerId, StageIndex, Step
+from swarm_shared.base.types import PeerId, StageIndex
 from swarm_shared.protocol import Reduction, SumCheck
 
 
@@ -146,7 +146,7 @@ def _convict(
     everyones = [one for other in sorted(check.shares) for one in check.evidence(other)]
     record = VerdictRecord(
         step=step.step, microbatch=None, stage=found.members[peer], peer=peer,
-        owner=owner_of(state), audited=peer, reason=lie, void_after=Step(0),
+        owner=owner_of(state), audited=peer, reason=lie,
         statements=tuple(everyones),
     )  # fmt: skip
     verdicts.convict(run, record, now)

@@ -34,7 +34,7 @@ from swarm_coordinator.core.trust.whole_audits import (
     decided,
     total,
 )
-from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
+from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex
 from swarm_shared.identity.linear_digest import from_text
 from swarm_shared.identity.work_statements import SumStatement
 from swarm_shared.trust.votes import MAX_VOTERS, Claim
@@ -229,7 +229,7 @@ def _conclude(
             step=step.step, microbatch=None, stage=stage, peer=peer,
             owner=contest.owner, audited=peer,
             reason="it put something else into its average than the sum of what it counted",
-            void_after=Step(0), statements=(contest.stated.envelope, *evidence),
+            statements=(contest.stated.envelope, *evidence),
         )  # fmt: skip
         verdicts.convict(run, record, now)
     for microbatch, of_cell in known.items():
@@ -239,6 +239,6 @@ def _conclude(
             record = VerdictRecord(
                 step=step.step, microbatch=microbatch, stage=stage, peer=one.auditor, owner=owner,
                 audited=peer, reason="the digests in its audit contradict what others compute",
-                void_after=Step(0), statements=tuple(each.envelope for each in of_cell.values()),
+                statements=tuple(each.envelope for each in of_cell.values()),
             )  # fmt: skip
             verdicts.convict(run, record, now)
