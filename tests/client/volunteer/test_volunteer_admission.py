@@ -15,7 +15,7 @@ import psutil
 import pytest
 import trio
 
-from shared.manifests import manifest_of
+from kits.manifests import manifest_of
 from swarm_client.averaging.handle.options import AveragingOptions
 from swarm_client.averaging.handle.supervisor import AveragingWorker
 from swarm_client.control.contribution_log import ContributionCounter, ContributionLog

@@ -21,8 +21,7 @@ from transformers import (
 )
 
 from kits.coordinator.commands import complaint
-from kits.peer_names import named
-from kits.runs.no_data import NO_DATA
+from kits.manifests import equal_stages, manifest_of
 from swarm_coordinator.cli.main import run as run_command
 from swarm_coordinator.configuration.run_settings import settings_differences
 from swarm_coordinator.durability.backup import make_backup
@@ -47,9 +46,6 @@ from swarm_shared.model.initialise import build_whole
 from swarm_shared.model.state import load_parameters
 from swarm_shared.run.manifest import (
     Manifest,
-    OptimizerConfig,
-    StageRange,
-    TrainingConfig,
 )
 from swarm_shared.run.model_config import RopeScaling
 
@@ -87,17 +83,9 @@ def continued(
 
 def in_stages(path: Path, given: GivenModel, stages: int) -> tuple[Manifest, RunFolder]:
     """The model cut into stages of one layer, without the data of a run."""
-    manifest = Manifest(
-        name="test",
-        organiser=named("Lord"),
-        model=given.config,
-        stages=tuple(StageRange(first_layer=n, end_layer=n + 1) for n in range(stages)),
-        data=NO_DATA,
-        training=TrainingConfig(
-            steps=5, microbatches_per_step=1, sequences_per_microbatch=1, seed=4
-        ),
-        optimizer=OptimizerConfig(learning_rate=0.05, warmup_steps=0),
-    )  # fmt: skip
+    manifest = manifest_of(
+        model=given.config, stages=equal_stages(stages, stages), data={"token_bytes": 2}
+    )
     folder = RunFolder.create(path)
     initial = write_initial_states(given, manifest, folder)
     return manifest.model_copy(update={"initial": initial}), folder

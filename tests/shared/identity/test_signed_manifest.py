@@ -6,7 +6,7 @@ import json
 import pytest
 from pydantic import ValidationError
 
-from shared.manifests import manifest_of, shard
+from kits.manifests import manifest_of, shard
 from swarm_shared.base.errors import FrameError, SignatureError
 from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.signed_manifest import (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 
 from benchmarks.stage.live_bytes import LiveBytes
 from kits.client.shared_machine import SharedMachine
-from kits.peer_names import named
+from kits.manifests import equal_stages, manifest_of
 from swarm_client.stage.protocol.errors import RequestFailed
 from swarm_client.stage.worker.accelerator import accelerators
 from swarm_client.stage.worker.compute_loop import _selected
@@ -23,14 +22,9 @@ from swarm_shared.model import FlatLayout, build_whole
 from swarm_shared.run.graph_sizes import GraphSizes
 from swarm_shared.run.manifest import (
     CodecsConfig,
-    DataConfig,
     Manifest,
-    OptimizerConfig,
-    ShardInfo,
     StageRange,
-    TrainingConfig,
 )
-from swarm_shared.run.model_config import ModelConfig
 
 PLENTY = 2**30
 STEP = Step(1)
@@ -45,28 +39,15 @@ def _one_thread() -> None:
 def make_manifest(
     stages: int = 2, dtype: str = "float32", tied: bool = False, **blocks: Any
 ) -> Manifest:
-    layers = 3
-    cuts = [round(layers * index / stages) for index in range(stages + 1)]
-    shards = tuple(
-        ShardInfo(name=f"{split}.tokens", split=split, tokens=1000, merkle_root="0" * 64)
-        for split in ("train", "heldout")
-    )
-    return Manifest(
-        name="test",
-        organiser=named("Lord"),
-        model=ModelConfig(
-            vocabulary_size=64, hidden_size=32, intermediate_size=48, layers=layers, heads=4,
-            key_value_heads=2, sequence_length=16, tie_embeddings=tied, **blocks,
-        ),
-        stages=tuple(
-            StageRange(first_layer=low, end_layer=high)
-            for low, high in pairwise(cuts)
-        ),
-        data=DataConfig(token_bytes=1, shards=shards, tokenizer="bytes", unigram_entropy_nats=3.0),
-        training=TrainingConfig(
-            steps=10, microbatches_per_step=4, sequences_per_microbatch=2, dtype=dtype, seed=5
-        ),
-        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=0),
+    return manifest_of(
+        model={
+            "vocabulary_size": 64, "hidden_size": 32, "intermediate_size": 48, "layers": 3,
+            "heads": 4, "key_value_heads": 2, "sequence_length": 16, "tie_embeddings": tied,
+            **blocks,
+        },
+        stages=equal_stages(3, stages),
+        training={"dtype": dtype},
+        optimizer={"learning_rate": 1e-2, "warmup_steps": 0},
     )  # fmt: skip
 
 
