@@ -143,29 +143,19 @@ async def test_what_came_before_the_remotes_end_is_read_and_writing_meanwhile_is
         assert await stream.receive_some(1) == b""
 
 
-async def test_a_remote_that_does_not_read_holds_the_worker_back(tmp_path: Path) -> None:
-    async with daemon(tmp_path) as d, await d.connect() as stream:
-        await read_head(stream, open_answers)
-        sent = 0
-        with trio.move_on_after(0.5) as patience:
-            while True:
-                await stream.send_all(bytes(64 * 1024))
-                sent += 64 * 1024
-        assert patience.cancelled_caught
-        # A few pieces here and in the channel, and what the socket's own buffers hold.
-        assert sent < 16 * PIECE_BYTES
-
-
-async def test_a_worker_that_does_not_read_holds_the_remote_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("silent", ["the remote", "the worker"])
+async def test_an_end_that_does_not_read_holds_the_other_back(tmp_path: Path, silent: str) -> None:
     async with daemon(tmp_path) as d, await d.connect() as stream:
         await read_head(stream, open_answers)
         assert d.remote_end is not None
+        send = stream.send_all if silent == "the remote" else d.remote_end.send
         sent = 0
         with trio.move_on_after(0.5) as patience:
             while True:
-                await d.remote_end.send(bytes(64 * 1024))
+                await send(bytes(64 * 1024))
                 sent += 64 * 1024
         assert patience.cancelled_caught
+        # A few pieces here and in the channel, and what the socket's own buffers hold.
         assert sent < 16 * PIECE_BYTES
 
 
