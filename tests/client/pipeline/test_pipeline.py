@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 import itertools
 import random
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -20,7 +19,8 @@ import trio
 import trio.testing
 
 from kits.client.held_stage import held_stage
-from kits.tickets import ORGANISER, ticket
+from kits.members import ORGANISER, certificate, peer_record
+from kits.tickets import ticket
 from kits.transcripts import TRANSCRIPT
 from swarm_client.membership.admission_gate import AdmissionGate
 from swarm_client.membership.membership import CurrentMembership
@@ -35,7 +35,7 @@ from swarm_client.stage.protocol.errors import RequestFailed
 from swarm_client.stage.protocol.messages import WeightsDone
 from swarm_shared.base.errors import LinkClosed
 from swarm_shared.base.frozen_model import FrozenModel
-from swarm_shared.identity.credentials import MembershipCertificate, Receipt
+from swarm_shared.identity.credentials import Receipt
 from swarm_shared.identity.keys import Identity
 from swarm_shared.network import FramedStream, FrameLimits, Node, open_node
 from swarm_shared.protocol import (
@@ -133,6 +133,10 @@ class RecordingWorker:
         return added
 
 
+def certify(identity: Identity, run: str = RUN) -> str:
+    return certificate(identity.peer_id, run)
+
+
 class Peer:
     """One volunteer's engine: a node, a stage server, and what it holds."""
 
@@ -140,7 +144,7 @@ class Peer:
         self.node, self.identity = node, identity
         self.worker = RecordingWorker(is_last=stage == world.stages - 1)
         self.membership = SimpleNamespace(
-            run=RUN, organiser=world.organiser.peer_id, certificate=world.certify(identity),
+            run=RUN, organiser=world.organiser.peer_id, certificate=certify(identity),
             manifest=world.manifest,
         )  # fmt: skip
         self.holding = held_stage(identity, self.worker, stage, run=RUN)
@@ -156,10 +160,9 @@ class Peer:
         )
         self.server.holding = self.holding
         node.serve(STAGE_PROTOCOL, self.server.handle, LIMITS)
-        self.record = PeerRecord(
-            peer=identity.peer_id, stage=stage, addresses=node.addresses,
-            certificate=self.membership.certificate, microbatches_per_second=1.0,
-        )  # fmt: skip
+        self.record = peer_record(
+            node.peer_id, stage, addresses=node.addresses, certificate=self.membership.certificate
+        )
 
     def microbatch_seconds(self, _holding: Holding) -> float:
         """In the uplink share's place."""
@@ -188,13 +191,6 @@ class World:
             limits=SimpleNamespace(edge_credits=2, stage_queue=3),
             training=SimpleNamespace(sequences_per_microbatch=1),
         )
-
-    def certify(self, identity: Identity, run: str = RUN) -> str:
-        certificate = MembershipCertificate(
-            peer=identity.peer_id, run=run, generation=1, not_before=time.time() - 1,
-            expires=time.time() + 60, role="volunteer",
-        )  # fmt: skip
-        return base64.b64encode(certificate.sign(self.organiser)).decode()
 
     @asynccontextmanager
     async def peer(self, stage: int) -> AsyncIterator[Peer]:
@@ -507,10 +503,10 @@ async def test_a_peer_that_has_not_applied_yet_is_asked_again_until_it_has() -> 
 async def test_a_sender_without_a_certificate_of_this_run_is_not_admitted(wrong: str) -> None:
     async with world() as w, w.peer(0) as sender, w.peer(1) as guarded:
         certificate = {
-            "another run": w.certify(sender.identity, run="cd" * 32),
-            "another key": w.certify(Identity.generate()),
+            "another run": certify(sender.identity, run="cd" * 32),
+            "another key": certify(Identity.generate()),
             "garbage": "AAAA",
-            "revoked": w.certify(sender.identity),
+            "revoked": certify(sender.identity),
         }[wrong]
         if wrong == "revoked":
             guarded.view.replace(Roster(serial=1, peers=(), revoked=(sender.identity.peer_id,)))

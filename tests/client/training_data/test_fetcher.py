@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import threading
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -16,6 +14,7 @@ import trio
 import trio.testing
 
 from kits.client.held_stage import member_of
+from kits.members import ORGANISER, certificate
 from kits.range_server import range_server
 from shared.data.test_sample_ranges import written
 from swarm_client.connectivity.web_download import WebClient
@@ -25,11 +24,10 @@ from swarm_client.training_data.leaf_cache import LeafCache
 from swarm_client.training_data.mirrors import Mirrors
 from swarm_client.training_data.run_samples import RunSamples, leaves_of
 from swarm_shared.base.errors import NetworkError, StorageError
-from swarm_shared.base.types import Generation, MicrobatchIndex, RunId, Step
+from swarm_shared.base.types import MicrobatchIndex, RunId, Step
 from swarm_shared.data.leaf_files import LeafFiles, ShardSamples
 from swarm_shared.data.merkle import LEAF_BYTES
 from swarm_shared.data.sample_ranges import LeafId, SampleRanges
-from swarm_shared.identity.credentials import MembershipCertificate
 from swarm_shared.identity.keys import Identity
 from swarm_shared.network import Node, open_node
 from swarm_shared.protocol import Lease, LeasedMicrobatch
@@ -39,7 +37,6 @@ from swarm_shared.transfer.source import TransferSource
 from swarm_shared.transfer.transfer import certificate_check, serve_transfers
 
 RUN = RunId("ab" * 32)
-ORGANISER = Identity.from_seed(b"o" * 32)
 
 
 @dataclass
@@ -74,11 +71,7 @@ class World:
 
     async def fetcher(self, home: Path, budget_leaves: int = 64) -> LeafFetcher:
         identity = Identity.generate()
-        certificate = MembershipCertificate(
-            peer=identity.peer_id, run=RUN, generation=Generation(1), not_before=time.time() - 1,
-            expires=time.time() + 600, role="volunteer",
-        )  # fmt: skip
-        shown = base64.b64encode(certificate.sign(ORGANISER)).decode()
+        shown = certificate(identity.peer_id, RUN)
         node = await self.stack.enter_async_context(open_node(identity, []))
         fetcher = LeafFetcher(
             node, member_of(RUN, self.manifest, shown),

@@ -13,11 +13,10 @@ from typing import Literal
 
 from benchmarks.simulator.swarm_rule import choose_swarm_moves
 from kits import manifests
+from kits.members import peer_record
 from kits.memory import takes
 from kits.swarm_world.sums import SumLie
 from swarm_coordinator.core.state.moves import RebalancingRule, RebalancingSettings
-from swarm_shared.base.types import PeerId, StageIndex
-from swarm_shared.protocol import PeerRecord
 from swarm_shared.run.manifest import (
     Manifest,
     StageRange,
@@ -33,10 +32,7 @@ Params = tuple[tuple[int, int], ...]
 TOKENS = 4
 """Tokens of a microbatch."""
 
-COORDINATOR = PeerRecord(
-    peer=PeerId("coordinator"), stage=StageIndex(0), addresses=(), certificate="",
-    microbatches_per_second=0.0,
-)  # fmt: skip
+COORDINATOR = peer_record("coordinator", microbatches_per_second=0.0)
 
 
 CERTIFICATE_SECONDS = 40.0

@@ -6,11 +6,11 @@ import base64
 
 import pytest
 
+from kits.members import certificate
 from swarm_shared.base.errors import AdmissionError
-from swarm_shared.base.types import Generation, RunId
+from swarm_shared.base.types import RunId
 from swarm_shared.identity.credentials import (
     CLOCK_SKEW_SECONDS,
-    MembershipCertificate,
     check_certificate,
 )
 from swarm_shared.identity.keys import Identity
@@ -43,10 +43,6 @@ def test_a_pass_is_no_certificate_and_a_certificate_no_pass() -> None:
         check_certificate(
             base64.b64decode(PASS), RUN, ORGANISER.peer_id, NOW, VISITOR.peer_id
         )  # fmt: skip
-    certificate = MembershipCertificate(
-        peer=VISITOR.peer_id, run=RUN, generation=Generation(1), not_before=NOW,
-        expires=NOW + 100, role="volunteer",
-    )  # fmt: skip
-    text = base64.b64encode(certificate.sign(ORGANISER)).decode()
+    text = certificate(VISITOR.peer_id, RUN, ORGANISER, now=NOW)
     with pytest.raises(AdmissionError):
         check_probe_pass(text, RUN, ORGANISER.peer_id, NOW, VISITOR.peer_id)

@@ -9,12 +9,12 @@ from contextlib import asynccontextmanager
 import pytest
 import trio
 
+from kits.members import ORGANISER, certificate
 from kits.memory import needs, takes
 from swarm_shared.base.endpoint import Endpoint
 from swarm_shared.base.errors import AdmissionError, FrameError, LinkClosed
-from swarm_shared.base.types import Generation, PeerId, RunId
+from swarm_shared.base.types import PeerId, RunId
 from swarm_shared.identity.credentials import (
-    MembershipCertificate,
     check_certificate,
 )
 from swarm_shared.identity.keys import Identity
@@ -46,7 +46,6 @@ from swarm_shared.protocol import (
 
 ANY_PORT = "/ip4/127.0.0.1/tcp/0"
 RUN = RunId("ab" * 32)
-ORGANISER = Identity.from_seed(b"o" * 32)
 HELLO = DoctorHello(run=RUN, software=SOFTWARE_VERSION)
 NOW = 1_800_000_000.0
 
@@ -327,14 +326,6 @@ async def test_what_a_visit_took_comes_free_with_its_end() -> None:
 # ---------------------------------------------------------------- who may visit a volunteer
 
 
-def certificate(holder: Identity, run: RunId = RUN) -> str:
-    value = MembershipCertificate(
-        peer=holder.peer_id, run=run, generation=Generation(1), not_before=NOW,
-        expires=NOW + 100, role="volunteer",
-    )  # fmt: skip
-    return base64.b64encode(value.sign(ORGANISER)).decode()
-
-
 def check_member(remote: PeerId, run: RunId, text: str) -> None:
     check_certificate(base64.b64decode(text), run, ORGANISER.peer_id, NOW, remote)
 
@@ -344,7 +335,7 @@ def test_a_volunteer_answers_members_and_visitors_with_a_pass() -> None:
     judge = answer_members_only(RUN, ORGANISER.peer_id, check_member, lambda: NOW)
     their_pass = sign_probe_pass(ORGANISER, me.peer_id, RUN, NOW)
     for hello in (
-        HELLO.model_copy(update={"certificate": certificate(me)}),
+        HELLO.model_copy(update={"certificate": certificate(me.peer_id, RUN, now=NOW)}),
         HELLO.model_copy(update={"probe_pass": their_pass}),
     ):
         assert judge(me.peer_id, hello) == DoctorWelcome()
