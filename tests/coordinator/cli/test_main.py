@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kits.coordinator.commands import Started, complains
+from kits.coordinator.commands import Started, complains, edit
 from kits.coordinator.run import one_start
 from kits.loaded_modules import loaded
 from kits.runs.stage_files import put_model
@@ -236,20 +236,14 @@ def test_a_finished_run_says_so_and_what_can_be_done_until_it_is_stopped(
 
 
 def announce(folder: RunFolder, address: str) -> None:
-    edit(folder, "announce = []", f'announce = ["{address}"]')
-
-
-def edit(folder: RunFolder, old: str, new: str) -> None:
-    text = folder.settings.read_text()
-    assert old in text
-    folder.settings.write_text(text.replace(old, new))
+    edit(folder, ("announce = []", f'announce = ["{address}"]'))
 
 
 def test_what_decides_the_model_cannot_be_changed_after_the_first_step(
     folder: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one_start(folder, applied(1))
-    edit(folder, "seed = 1", "seed = 2")
+    edit(folder, ("seed = 1", "seed = 2"))
     code, sentence = complains(capsys, "start", folder.path)
     assert code == 3
     assert "[run] seed is 2" in sentence
@@ -262,7 +256,7 @@ def test_a_run_whose_steps_were_raised_goes_on_and_keeps_its_invite(
     run(["invite", str(folder.path)])
     before = capsys.readouterr().out.strip()
     finish(folder)
-    edit(folder, "steps = 4", "steps = 6")
+    edit(folder, ("steps = 4", "steps = 6"))
     with Started(folder) as started:
         assert started.invite() == before
     assert "following run.toml: [training] steps" in started.lines[0]

@@ -20,7 +20,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from kits.coordinator.commands import complaint
+from kits.coordinator.commands import complaint, edit
 from kits.manifests import equal_stages, manifest_of
 from swarm_coordinator.cli.main import run as run_command
 from swarm_coordinator.configuration.run_settings import settings_differences
@@ -250,11 +250,10 @@ def test_where_a_run_begins_is_part_of_its_id(tmp_path: Path, text: str) -> None
 def test_an_edited_run_keeps_its_beginning_but_not_another_cut(tmp_path: Path, text: str) -> None:
     given = saved(tmp_path / "given", llama())
     manifest, folder = continued(tmp_path, text, given, 2)
-    settings = folder.settings.read_text()
-    folder.settings.write_text(settings.replace("weight_decay = 0.1", "weight_decay = 0.2"))
+    edit(folder, ("weight_decay = 0.1", "weight_decay = 0.2"))
     again = refresh_manifest(folder)
     assert (again.initial, again.optimizer.weight_decay) == (manifest.initial, 0.2)
-    folder.settings.write_text(settings.replace("count = 2", "count = 3"))
+    edit(folder, ("count = 2", "count = 3"))
     with pytest.raises(ConfigurationError, match="cut for 2 stage"):
         refresh_manifest(folder)
     assert load_manifest(folder) == again
