@@ -15,6 +15,7 @@ import pytest
 import trio
 
 from kits.local_socket import first_answer
+from kits.waiting import until
 from swarm_client.control.client import NoDaemon, ask, is_running, stream
 from swarm_client.control.known_runs import StoredRuns
 from swarm_client.control.known_runs import write as write_runs
@@ -162,8 +163,7 @@ async def test_a_pause_is_remembered_shown_and_over_in_time(tmp_path: Path) -> N
         assert stored.pause.until == 1_000_600.0
         s.later(601)
         s.daemon._wake()  # the next look at the clock, which would come in seconds
-        while s.daemon._stored_runs.pause is not None:
-            await trio.sleep(0.01)
+        await until(lambda: s.daemon._stored_runs.pause is None)
         assert StoredRuns.model_validate_json(s.home.runs_path.read_bytes()).pause is None
 
 

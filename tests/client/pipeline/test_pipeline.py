@@ -22,6 +22,7 @@ from kits.client.held_stage import held_stage
 from kits.members import ORGANISER, certificate, peer_record
 from kits.tickets import ticket
 from kits.transcripts import TRANSCRIPT
+from kits.waiting import until
 from swarm_client.membership.admission_gate import AdmissionGate
 from swarm_client.membership.membership import CurrentMembership
 from swarm_client.membership.roster import RosterView
@@ -298,8 +299,7 @@ async def send_until_refused(
                 await downstream.send(request)
 
         nursery.start_soon(send)
-        while not any(receiver.server.refused.values()):
-            await trio.sleep(0.01)
+        await until(lambda: any(receiver.server.refused.values()))
         downstream.oldest_step_is(None)
 
 
@@ -489,8 +489,7 @@ async def test_a_peer_that_has_not_applied_yet_is_asked_again_until_it_has() -> 
     async with world() as w, w.peer(0) as sender, w.peer(1) as slow:
 
         async def catch_up() -> None:
-            while slow.server.refused[RefusalReason.WRONG_STEP] < 2:
-                await trio.sleep(0.01)
+            await until(lambda: slow.server.refused[RefusalReason.WRONG_STEP] >= 2)
             slow.holding.account.applied(1)
 
         async with trio.open_nursery() as nursery:
@@ -539,8 +538,7 @@ async def test_a_receiver_that_is_revoked_in_the_middle_of_a_microbatch_is_repla
             w.roster.replace(Roster(serial=2, peers=members, revoked=(revoked.identity.peer_id,)))
             downstream.roster_changed()
             # What it has is cancelled there, although the other peer has not answered yet.
-            while revoked.holding is not None and revoked.holding.in_flight:
-                await trio.sleep(0.01)
+            await until(lambda: revoked.holding is None or not revoked.holding.in_flight)
             other.worker.hold.set()
     assert [microbatch for microbatch, _ in other.worker.forwards] == [4]
 
@@ -741,9 +739,7 @@ async def test_who_does_not_read_its_answers_gives_its_places_back(
             await stream.send(forward(request, **changes), payload, timeout_seconds=20)
         last.worker.hold.set()
         # The answers are as long as the inputs, and are not read.
-        with trio.fail_after(10):
-            while len(last.worker.forwards) < 3 or last.holding.in_flight:
-                await trio.sleep(0.05)
+        await until(lambda: len(last.worker.forwards) >= 3 and not last.holding.in_flight, 10)
         with pytest.raises(LinkClosed):
             await send_without_end(stream)
         assert last.node.handler_errors == {}

@@ -16,6 +16,7 @@ import trio.testing
 from kits.client.held_stage import member_of
 from kits.members import ORGANISER, certificate
 from kits.range_server import range_server
+from kits.waiting import until
 from shared.data.test_sample_ranges import written
 from swarm_client.connectivity.web_download import WebClient
 from swarm_client.training_data import fetcher as fetcher_module
@@ -90,11 +91,6 @@ class World:
         found = await samples.drawn(Step(step), MicrobatchIndex(index))
         assert same(found, ShardSamples(self.folder, self.manifest).training(step, index))
 
-    async def until(self, true: Callable[[], bool]) -> None:
-        with trio.fail_after(20):
-            while not true():
-                await trio.sleep(0.01)
-
 
 @asynccontextmanager
 async def world(tmp_path: Path, *mirrors: str) -> AsyncIterator[World]:
@@ -161,7 +157,7 @@ async def test_a_lease_is_fetched_ahead_with_the_forecast_of_the_next_step_and_k
         needed = leaves_of(
             [one for step in (1, 2) for index in (0, 2) for one in ranges.training(step, index)]
         )
-        await w.until(lambda: len(w.organiser.contents) >= len(needed))
+        await until(lambda: len(w.organiser.contents) >= len(needed))
         assert sorted(w.organiser.contents) == sorted(needed)
         for step, index in ((1, 0), (1, 2), (2, 0), (2, 2)):
             await w.check(samples, step, index)
@@ -189,13 +185,13 @@ async def test_data_that_is_waited_for_shows_its_progress(
 
         w.organiser.damage = wait
         w.nursery.start_soon(samples.drawn, Step(1), MicrobatchIndex(0))
-        await w.until(lambda: fetching.download is not None and bool(w.organiser.contents))
+        await until(lambda: fetching.download is not None and bool(w.organiser.contents))
         download = fetching.download
         assert download is not None
         assert (download.what, download.received_bytes) == ("training data", 0)
         assert download.total_bytes >= leaves * LEAF_BYTES
         hold.set()
-        await w.until(lambda: fetching.download is None)
+        await until(lambda: fetching.download is None)
     assert w.lines[0].startswith("downloading training data: 0 B of ")
 
 

@@ -17,6 +17,7 @@ import trio
 from kits import members
 from kits.manifests import manifest_of
 from kits.members import ORGANISER, peer_record
+from kits.waiting import until
 from swarm_client.averaging.handle.options import AveragingOptions
 from swarm_client.averaging.handle.supervisor import AveragingWorker
 from swarm_client.control.contribution_log import ContributionCounter, ContributionLog
@@ -125,9 +126,7 @@ class Script:
         await self.streams[-1].send(encode(message))
 
     async def sessions(self, count: int, within_seconds: float = 10.0) -> None:
-        with trio.fail_after(within_seconds):
-            while len(self.hellos) < count:
-                await trio.sleep(0.02)
+        await until(lambda: len(self.hellos) >= count, within_seconds)
 
 
 class Scene:
@@ -280,9 +279,7 @@ async def test_links_with_a_revoked_peer_end_at_once_and_it_is_served_nothing_mo
         await s.until(lambda: bad.peer_id in s.volunteer.roster)
         assert "there is no state/1/0 here" in await refusal(s, bad, tmp_path)
         await s.script.say(roster(good, revoked=(bad.peer_id,)))
-        with trio.fail_after(5):
-            while bad.is_connected(s.volunteer.node.peer_id):
-                await trio.sleep(0.02)
+        await until(lambda: not bad.is_connected(s.volunteer.node.peer_id), 5)
         assert s.volunteer.node.is_connected(good.peer_id)
         assert "has revoked" in await refusal(s, bad, tmp_path)
         assert "there is no state/1/0 here" in await refusal(s, good, tmp_path)

@@ -11,6 +11,7 @@ import trio
 
 from kits.members import ORGANISER, certificate
 from kits.memory import needs, takes
+from kits.waiting import until
 from swarm_shared.base.endpoint import Endpoint
 from swarm_shared.base.errors import AdmissionError, FrameError, LinkClosed
 from swarm_shared.base.types import PeerId, RunId
@@ -316,9 +317,7 @@ async def test_what_a_visit_took_comes_free_with_its_end() -> None:
             async with visitor(observer) as (_, probe):
                 await probe.download_rate()
                 assert serving.measuring.value == 0
-            with trio.fail_after(5):
-                while serving._active_peers:
-                    await trio.sleep(0.01)
+            await until(lambda: not serving._active_peers, 5)
             assert serving.measuring.value == 1
             assert not serving._addresses
 

@@ -18,6 +18,7 @@ import trio
 
 from kits.averaging.memory_carrier import MemoryChannel
 from kits.peer_names import named
+from kits.waiting import until
 from swarm_client.averaging.all_reduce.carrier import IncomingStream
 from swarm_client.averaging.all_reduce.frames import HELLO_BYTES, StreamHello
 from swarm_client.averaging.all_reduce.routes import Route
@@ -171,8 +172,7 @@ async def test_an_opening_that_the_worker_gives_up_is_given_up_here(tmp_path: Pa
     async with daemon(tmp_path) as d:
         d.delay_seconds = 1000.0
         stream = await d.connect()
-        while not d.asked:
-            await trio.sleep(0.001)
+        await until(lambda: d.asked)
         await stream.aclose()
         await d.given_up.wait()
 
