@@ -73,6 +73,15 @@ async def many(count: int, attack, seconds: float, least: Tally) -> None:
     assert sent.reaches(least), sent
 
 
+async def keep_opening(victim: Victim, *protocols: str, more: bytes = b"") -> None:
+    """Open streams, with `more` in each, until the victim ends the connection."""
+    async with muxed(victim.target) as connection, trio.open_nursery() as nursery:
+        nursery.start_soon(connection.drain)
+        while not connection.closed.is_set():
+            await connection.open(*protocols, more=more)
+            await trio.lowlevel.checkpoint()
+
+
 def assert_unharmed(victim: Victim, megabytes: float = MOST_MEGABYTES) -> None:
     print(f"{victim.most_megabytes:.0f} MB, honest {sorted(victim.served_seconds)[-3:]}")
     assert victim.most_megabytes < megabytes
@@ -157,11 +166,7 @@ async def test_unlimited_streams_without_a_protocol() -> None:
     async with a_victim() as victim:
 
         async def attack(_: int) -> None:
-            async with muxed(victim.target) as connection, trio.open_nursery() as nursery:
-                nursery.start_soon(connection.drain)
-                while not connection.closed.is_set():
-                    await connection.open()
-                    await trio.lowlevel.checkpoint()
+            await keep_opening(victim)
 
         await many(8, attack, FLOOD_SECONDS, Tally(streams=500))
     assert_unharmed(victim, 60)
@@ -172,17 +177,11 @@ async def test_unlimited_streams_with_half_a_hello() -> None:
     half = struct.pack(">IQ", 500_000, 0) + bytes(250_000)
     async with a_victim() as victim:
 
-        async def flood() -> None:
-            async with muxed(victim.target) as connection, trio.open_nursery() as nursery:
-                nursery.start_soon(connection.drain)
-                while not connection.closed.is_set():
-                    await connection.open(HELLO, more=half)
-
         async def attack(_: int) -> None:
             # The victim refuses handshakes while the rate of the address is used up.
             while True:
                 with suppress(*ENDINGS):
-                    await flood()
+                    await keep_opening(victim, HELLO, more=half)
                 await trio.sleep(0.1)
 
         # Two rounds: what the first one took has to be free for the second. The victim reads slowly
@@ -206,10 +205,7 @@ async def test_streams_whose_data_is_not_read() -> None:
     async with a_victim() as victim:
 
         async def attack(_: int) -> None:
-            async with muxed(victim.target) as connection, trio.open_nursery() as nursery:
-                nursery.start_soon(connection.drain)
-                while not connection.closed.is_set():
-                    await connection.open(HELLO, more=whole + bytes(250_000))
+            await keep_opening(victim, HELLO, more=whole + bytes(250_000))
 
         await many(32, attack, FLOOD_SECONDS, Tally(bytes=5 * MEGABYTE))
     assert_unharmed(victim)
@@ -217,13 +213,10 @@ async def test_streams_whose_data_is_not_read() -> None:
 
 async def test_a_protocol_for_members_takes_no_data_of_an_unadmitted_client() -> None:
     async with a_victim() as victim:
+        frame = struct.pack(">IQ", 5, 16 * MEGABYTE) + b"hello"
 
         async def attack(_: int) -> None:
-            async with muxed(victim.target) as connection, trio.open_nursery() as nursery:
-                nursery.start_soon(connection.drain)
-                while not connection.closed.is_set():
-                    frame = struct.pack(">IQ", 5, 16 * MEGABYTE) + b"hello"
-                    await connection.open(ECHO, more=frame + bytes(250_000))
+            await keep_opening(victim, ECHO, more=frame + bytes(250_000))
 
         await many(32, attack, FLOOD_SECONDS, Tally(bytes=5 * MEGABYTE))
     assert_unharmed(victim)
@@ -294,11 +287,7 @@ async def test_unlimited_relay_slots() -> None:
     async with a_victim() as victim:
 
         async def attack(_: int) -> None:
-            async with muxed(victim.target) as connection, trio.open_nursery() as nursery:
-                nursery.start_soon(connection.drain)
-                while not connection.closed.is_set():
-                    await connection.open(HOP, more=hop(0))
-                    await trio.lowlevel.checkpoint()
+            await keep_opening(victim, HOP, more=hop(0))
 
         await many(64, attack, FLOOD_SECONDS, Tally(streams=100))
     assert_unharmed(victim, 80)
@@ -321,11 +310,7 @@ async def test_unlimited_relay_circuits() -> None:
             if number == 0:
                 await hold()
             await trio.sleep(1)
-            async with muxed(victim.target) as connection, trio.open_nursery() as nursery:
-                nursery.start_soon(connection.drain)
-                while not connection.closed.is_set():
-                    await connection.open(HOP, more=hop(1, peer))
-                    await trio.lowlevel.checkpoint()
+            await keep_opening(victim, HOP, more=hop(1, peer))
 
         await many(32, attack, FLOOD_SECONDS, Tally(streams=100))
     assert_unharmed(victim, 80)

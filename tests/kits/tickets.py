@@ -5,11 +5,10 @@ from __future__ import annotations
 import base64
 from functools import cache
 
+from kits.members import ORGANISER
 from swarm_shared.base.types import MicrobatchIndex, RunId, Step
 from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.work_statements import LeaseTicket, wire_digest
-
-ORGANISER = Identity.from_seed(b"o" * 32)
 
 
 @cache

@@ -11,7 +11,7 @@ import trio
 
 from benchmarks.instruments.handicap import EQUAL_SHARES_VARIABLE, EqualShares, handicapped
 from benchmarks.instruments.pace import PACE_VARIABLE
-from shared.manifests import manifest_of
+from kits.manifests import manifest_of
 from swarm_client.pipeline import stage_links
 from swarm_client.stage.handle.worker_handle import open_worker
 from swarm_client.volunteer.gradient_averager import GroupAverager

@@ -38,43 +38,26 @@ from benchmarks.loss.local_steps.training import (
     cohort_microbatches,
     train_local_steps,
 )
-from kits.peer_names import named
-from kits.runs.no_data import NO_DATA
+from kits.manifests import equal_stages, manifest_of
 from swarm_coordinator.offline.reference import train_reference
 from swarm_shared.model.optimizer import fingerprint
-from swarm_shared.run.manifest import (
-    CodecsConfig,
-    Manifest,
-    OptimizerConfig,
-    StageRange,
-    TrainingConfig,
-)
-from swarm_shared.run.model_config import ModelConfig
 
 MICROBATCHES, STEPS = 4, 6
 MODEL = program.SMALL
 
 
 def manifest(average="exact", tied=False, stages=1, rate=0.02):
-    return Manifest(
-        name="test",
-        organiser=named("Lord"),
-        model=ModelConfig(
-            vocabulary_size=50, hidden_size=16, intermediate_size=24, layers=2, heads=2,
-            key_value_heads=1, sequence_length=8, tie_embeddings=tied,
-        ),
-        stages=tuple(
-            StageRange(first_layer=2 * stage // stages, end_layer=2 * (stage + 1) // stages)
-            for stage in range(stages)
-        ),
-        data=NO_DATA,
-        training=TrainingConfig(
-            steps=STEPS, microbatches_per_step=MICROBATCHES, sequences_per_microbatch=2, seed=4
-        ),
-        optimizer=OptimizerConfig(
-            learning_rate=rate, warmup_steps=2, clip_norm=0.5, weight_decay=0.1
-        ),
-        codecs=CodecsConfig(average=average),
+    return manifest_of(
+        model={
+            "vocabulary_size": 50, "hidden_size": 16, "intermediate_size": 24, "layers": 2,
+            "heads": 2, "tie_embeddings": tied, "sequence_length": 8,
+        },
+        stages=equal_stages(2, stages),
+        training={"steps": STEPS, "microbatches_per_step": MICROBATCHES, "seed": 4},
+        optimizer={
+            "learning_rate": rate, "warmup_steps": 2, "clip_norm": 0.5, "weight_decay": 0.1,
+        },
+        codecs={"average": average},
     )  # fmt: skip
 
 

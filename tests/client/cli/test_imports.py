@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from kits.loaded_modules import loaded
+
 COMMAND = """
 import sys
+from kits.loaded_modules import loaded
 from swarm_client.cli.main import main
 sys.argv = ["swarm-client", *{words}]
 try:
@@ -28,16 +28,6 @@ TO_ASK = ["torch", "libp2p", "hivemind", "trio", "numpy", "textual", "psutil", "
 """What a command that only asks the daemon can do without."""
 
 TO_SHOW = ["pydantic", "trio", "libp2p", "cryptography", "torch", "numpy", "psutil"]
-
-
-def loaded(code: str, modules: list[str]) -> list[str]:
-    """Which of these modules a process has loaded after this code."""
-    script = (
-        f"{code}\nimport json, sys\nprint(json.dumps([m for m in {modules} if m in sys.modules]))"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
-    found: list[str] = json.loads(done.stdout.splitlines()[-1])
-    return found
 
 
 @pytest.mark.parametrize("words", [["status"], ["pause"], ["logs", "-f"], ["credit"], ["runs"], []])

@@ -17,6 +17,7 @@ import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kits.waiting import until
 from swarm_client.connectivity.port_mapping import (
     Gateway,
     Mapping,
@@ -331,8 +332,9 @@ async def test_a_new_outer_address_is_reported_at_the_next_renewal() -> None:
     changes: list[Mapping | None] = []
     async with keeping(router, changes.append):
         router.external = "192.31.196.3"
-        while changes[-1] is None or changes[-1].external_address != router.external:
-            await trio.sleep(0.01)
+        await until(
+            lambda: not (changes[-1] is None or changes[-1].external_address != router.external)
+        )
 
 
 async def test_a_silent_router_does_not_hold_up_the_end() -> None:

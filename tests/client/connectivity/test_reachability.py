@@ -16,6 +16,7 @@ import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kits.members import peer_record
 from swarm_client.connectivity.port_mapping import Mapping, PortMapper
 from swarm_client.connectivity.reachability import (
     PeerObserver,
@@ -28,7 +29,7 @@ from swarm_client.connectivity.reachability import (
 )
 from swarm_shared.base.endpoint import Endpoint, IpAddress
 from swarm_shared.base.errors import AdmissionError, NetworkError
-from swarm_shared.base.types import PeerId, RunId, StageIndex
+from swarm_shared.base.types import PeerId, RunId
 from swarm_shared.identity.keys import Identity
 from swarm_shared.network import open_node
 from swarm_shared.probe.client import ProbeBusy
@@ -316,10 +317,7 @@ async def test_two_nodes_of_one_machine_know_nothing_of_the_internet() -> None:
 
 async def test_only_members_that_can_be_dialled_are_asked() -> None:
     def record(peer: PeerId, reachability: Reachability) -> PeerRecord:
-        return PeerRecord(
-            peer=peer, stage=StageIndex(0), addresses=("/ip4/1.2.3.4/tcp/1",), certificate="",
-            microbatches_per_second=1.0, reachability=reachability,
-        )  # fmt: skip
+        return peer_record(peer, addresses=("/ip4/1.2.3.4/tcp/1",), reachability=reachability)
 
     async with open_node(Identity.generate()) as node:
         records = [

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import trio
 
+from kits.local_socket import first_answer
+from kits.waiting import until
 from swarm_client.control.client import NoDaemon, ask, is_running, stream
 from swarm_client.control.known_runs import StoredRuns
 from swarm_client.control.known_runs import write as write_runs
@@ -54,21 +56,6 @@ class Scene:
             partial(ask, self.home.socket_path, method, **arguments)
         )
 
-    async def raw(self, content: bytes) -> bytes:
-        """The first answer to bytes of the caller's own; empty when it is hung up on."""
-
-        def talk() -> bytes:
-            with socket.socket(socket.AF_UNIX) as connection:
-                connection.settimeout(10)
-                connection.connect(str(self.home.socket_path))
-                try:
-                    connection.sendall(content)
-                    return connection.makefile("rb").readline()
-                except (BrokenPipeError, ConnectionResetError):
-                    return b""
-
-        return await trio.to_thread.run_sync(talk)
-
     async def status(self) -> Status:
         return Status.model_validate(await self.ask("status"))
 
@@ -106,7 +93,9 @@ async def test_a_question_of_another_version_is_refused_with_both_named(
 ) -> None:
     async with scene(tmp_path) as s:
         question = {"api": api, "method": "status", "whatever": "the other version likes"}
-        answer = json.loads(await s.raw(json.dumps(question).encode() + b"\n"))
+        answer = json.loads(
+            await first_answer(s.home.socket_path, json.dumps(question).encode() + b"\n")
+        )
         problem = answer["error"]
         assert problem["exit_code"] == VersionError.exit_code
         assert f"version {api} of" in problem["seen"]
@@ -161,7 +150,7 @@ async def test_a_damaged_invite_is_refused_and_nothing_is_remembered(tmp_path: P
 @pytest.mark.parametrize("content", [b"\n", b"nonsense\n", b"[1]\n", b"\xff\n", b"x" * 200_000])
 async def test_nonsense_ends_that_conversation_only(tmp_path: Path, content: bytes) -> None:
     async with scene(tmp_path) as s:
-        assert await s.raw(content) == b""
+        assert await first_answer(s.home.socket_path, content) == b""
         assert (await s.status()).state is DaemonState.STOPPED
 
 
@@ -174,8 +163,7 @@ async def test_a_pause_is_remembered_shown_and_over_in_time(tmp_path: Path) -> N
         assert stored.pause.until == 1_000_600.0
         s.later(601)
         s.daemon._wake()  # the next look at the clock, which would come in seconds
-        while s.daemon._stored_runs.pause is not None:
-            await trio.sleep(0.01)
+        await until(lambda: s.daemon._stored_runs.pause is None)
         assert StoredRuns.model_validate_json(s.home.runs_path.read_bytes()).pause is None
 
 
@@ -236,14 +224,6 @@ async def test_a_socket_that_a_killed_daemon_left_is_recognised_and_replaced(
         ask(home.socket_path, "status")
     async with scene(tmp_path) as s:
         assert (await s.status()).state is DaemonState.STOPPED
-
-
-async def test_two_daemons_of_one_home_are_refused_in_a_sentence(tmp_path: Path) -> None:
-    with (
-        Home.create(tmp_path / "h").locked(),
-        pytest.raises(StorageError, match="another swarm-client is running"),
-    ):
-        await run_daemon(tmp_path / "h", lambda line: None)
 
 
 async def test_a_list_of_runs_of_a_newer_version_stops_the_daemon_and_is_left_alone(

@@ -16,6 +16,7 @@ from jeepney.io.blocking import open_dbus_connection
 
 from client.volunteer.test_volunteer_admission import scene
 from kits.message_bus import Service, running_bus
+from kits.waiting import until
 from swarm_client.daemon import sleep_lock
 from swarm_client.daemon.sleep_lock import GOODBYE_SHARE, SleepLock
 from swarm_client.volunteer.device_group import DeviceGroup
@@ -53,8 +54,7 @@ class Logind:
 
     async def wait_for_lock(self, number: int) -> int:
         """The reading end of lock `number`, once it is lent and this process has no other copy."""
-        while len(self.locks) < number:
-            await trio.sleep(0.01)
+        await until(lambda: len(self.locks) >= number)
         return self.locks[number - 1]
 
     def forget_copies(self) -> None:
@@ -166,8 +166,7 @@ async def fall_asleep_for(
     lock = await logind.wait_for_lock(1)
     began = trio.current_time()
     logind.prepare_for_sleep(True)
-    while logind.service.senders and devices.suspended is None:
-        await trio.sleep(0.01)
+    await until(lambda: not logind.service.senders or devices.suspended is not None)
     logind.forget_copies()
     await released(lock)
     return trio.current_time() - began
@@ -204,8 +203,7 @@ async def test_a_signal_that_is_not_loginds_is_nothing(
             stranger.send(forged)
             stranger.send_and_get_reply(message_bus.GetId(), timeout=5)  # the bus has passed it on
         logind.close()
-        while not caplog.records and not sleeper.events:
-            await trio.sleep(0.01)
+        await until(lambda: caplog.records or sleeper.events)
     assert sleeper.events == []
     assert "logind has ended" in caplog.text
 

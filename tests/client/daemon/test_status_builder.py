@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from client.volunteer.test_volunteer_admission import Scene, certificate, scene
+from kits.members import peer_record
 from swarm_client.control.contribution_log import ContributionLog
 from swarm_client.control.status_document import (
     AuditsView,
@@ -17,9 +18,9 @@ from swarm_client.control.status_sentence import StopCause
 from swarm_client.daemon.status_builder import DaemonFacts, StatusBuilder
 from swarm_client.governor.probes.readings import Readings
 from swarm_client.volunteer.device_group import DeviceGroup
-from swarm_shared.base.types import StageIndex, Step, Version
+from swarm_shared.base.types import Step, Version
 from swarm_shared.identity.keys import Identity
-from swarm_shared.protocol import LeaderboardEntry, PeerRecord, Roster, RunNews, VerdictNews
+from swarm_shared.protocol import LeaderboardEntry, Roster, RunNews, VerdictNews
 
 
 def look(s: Scene, builder: StatusBuilder, moment: float = 0.0) -> Status:
@@ -51,9 +52,8 @@ async def test_the_run_the_peers_and_the_leaderboard_are_reported_as_received(
             Roster(
                 serial=1,
                 peers=tuple(
-                    PeerRecord(
-                        peer=peer, stage=StageIndex(0), addresses=(), microbatches_per_second=rate,
-                        certificate=certificate(peer),
+                    peer_record(
+                        peer, certificate=certificate(peer), microbatches_per_second=rate
                     )
                     for peer, rate in ((other, 2.0), (me, 1.5), (others_second, 1.0))
                 ),

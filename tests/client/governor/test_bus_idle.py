@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from kits.clock import Clock
 from kits.message_bus import Service, running_bus
-from shared.clock import Clock
 from swarm_client.governor.probes.bus_idle import (
     ANSWER_SECONDS,
     SESSIONS_SECONDS,

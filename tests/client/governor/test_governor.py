@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import trio
 
+from kits.waiting import until
 from swarm_client.control.status_document import DaemonState, DeviceView, SuspendReason
 from swarm_client.control.status_sentence import Suspension
 from swarm_client.daemon.status_builder import governed_device_view, machine_view
@@ -326,8 +327,7 @@ async def test_the_loop_ends_with_the_ledger_on_the_disk(tmp_path: Path) -> None
     rig = Rig(tmp_path)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(rig.governor.run)
-        while rig.volunteer.memory_bytes == 0:
-            await trio.sleep(0.01)
+        await until(lambda: rig.volunteer.memory_bytes != 0)
         rig.bandwidth.up.bytes += 1234
         nursery.cancel_scope.cancel()
     assert "1234" in (rig.home.path / "transfer.json").read_text()

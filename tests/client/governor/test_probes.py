@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from client.governor.conftest import started_copy_of_sleep
-from shared.clock import Clock
+from kits.clock import Clock
 from swarm_client.governor.probes.all import MachineProbes
 from swarm_client.governor.probes.amd_gpus import AmdSmiGpus
 from swarm_client.governor.probes.apps import AppProbe

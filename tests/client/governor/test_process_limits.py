@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kits.clock import Clock
 from kits.memory import offers
-from shared.clock import Clock
 from swarm_client.governor import device_offer
 from swarm_client.governor.device_offer import permitted_memory, usable_devices
 from swarm_client.governor.disk_space import data_budget_bytes, make_room, missing_disk_bytes

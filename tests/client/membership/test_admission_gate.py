@@ -2,41 +2,31 @@
 
 from __future__ import annotations
 
-import base64
-
 import pytest
 
+from kits import members
+from kits.members import ORGANISER, peer_record
 from swarm_client.membership.admission_gate import FENCE_SECONDS, AdmissionGate
 from swarm_client.membership.roster import RosterView
 from swarm_shared.base.errors import AdmissionError
-from swarm_shared.base.types import Generation, PeerId, RunId, StageIndex
-from swarm_shared.identity.credentials import MembershipCertificate
+from swarm_shared.base.types import Generation, PeerId, RunId
 from swarm_shared.identity.keys import Identity
-from swarm_shared.protocol import PeerRecord, Roster, TransferHello
+from swarm_shared.protocol import Roster, TransferHello
 
 RUN, OTHER_RUN = RunId("ab" * 32), RunId("cd" * 32)
-ORGANISER, ANNA = Identity.from_seed(b"o" * 32), Identity.from_seed(b"a" * 32)
+ANNA = Identity.from_seed(b"a" * 32)
 NOW = 1_900_000_000.0
 DAY = 86_400.0
 
 
 def certificate(generation: int = 1, peer: Identity = ANNA, signer: Identity = ORGANISER) -> str:
-    content = MembershipCertificate(
-        peer=peer.peer_id, run=RUN, generation=Generation(generation), not_before=NOW,
-        expires=NOW + DAY, role="volunteer",
-    )  # fmt: skip
-    return base64.b64encode(content.sign(signer)).decode()
+    return members.certificate(
+        peer.peer_id, RUN, signer, generation=generation, now=NOW, seconds=DAY
+    )
 
 
-def roster(*revoked: PeerId, members: tuple[PeerId, ...] = ()) -> Roster:
-    records = tuple(
-        PeerRecord(
-            peer=peer, stage=StageIndex(0), addresses=(), certificate="",
-            microbatches_per_second=1.0,
-        )
-        for peer in members
-    )  # fmt: skip
-    return Roster(serial=1, peers=records, revoked=revoked)
+def roster(*revoked: PeerId, present: tuple[PeerId, ...] = ()) -> Roster:
+    return Roster(serial=1, peers=tuple(map(peer_record, present)), revoked=revoked)
 
 
 class Scene:
@@ -102,7 +92,7 @@ def test_a_link_that_is_open_is_refused_too() -> None:
 
 def test_a_revoked_peer_is_no_member_even_if_a_roster_has_both() -> None:
     view = RosterView()
-    view.replace(roster(ANNA.peer_id, members=(ANNA.peer_id,)))
+    view.replace(roster(ANNA.peer_id, present=(ANNA.peer_id,)))
     assert view.get(ANNA.peer_id) is None
     assert ANNA.peer_id not in view
     assert not view.knows(ANNA.peer_id)

@@ -13,6 +13,7 @@ import trio.testing
 
 from client.pipeline.test_pipeline import RUN, Peer, parcel, world
 from kits.tickets import ticket
+from kits.waiting import until
 from swarm_client.pipeline.downstream import MicrobatchAbandoned, MicrobatchRequest
 from swarm_client.pipeline.edge import EdgeAnswer, Stream
 from swarm_client.pipeline.mask_client import MaskClient
@@ -38,15 +39,13 @@ def impatient() -> LatencyEstimate:
 
 async def held(*peers: Peer) -> Peer:
     """Which of these, all holding what they get, has been given the microbatch."""
-    while not any(peer.worker.forwards for peer in peers):
-        await trio.sleep(0.01)
+    await until(lambda: any(peer.worker.forwards for peer in peers))
     return next(peer for peer in peers if peer.worker.forwards)
 
 
 async def relieved(peer: Peer) -> None:
     """Wait until what the peer has in flight is cancelled."""
-    while peer.holding is not None and peer.holding.in_flight:
-        await trio.sleep(0.01)
+    await until(lambda: peer.holding is None or not peer.holding.in_flight)
 
 
 async def test_what_a_stuck_peer_holds_is_answered_by_another_and_counted_where_it_is_missing() -> (
@@ -146,8 +145,7 @@ async def test_when_a_send_returns_no_request_reads_its_tensor_any_more() -> Non
                 assert len(reading) == 1
 
             nursery.start_soon(send)
-            while len(reading) < 2:
-                await trio.sleep(0.01)
+            await until(lambda: len(reading) >= 2)
             one.worker.hold.set()
 
 
@@ -161,8 +159,7 @@ async def test_over_a_better_link_the_next_microbatch_takes_a_new_edge() -> None
         await downstream.send(parcel(1))
         (second,) = downstream._edges.values()
         assert second is not first
-        while not first.closed:
-            await trio.sleep(0.01)
+        await until(lambda: first.closed)
     assert last.worker.accumulated == [0, 1]
 
 

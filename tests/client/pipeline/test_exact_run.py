@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from client.stage.worker.test_stage_runner import CPU, PLENTY, make_manifest, tokens_of
+from kits.client.stage_runners import CPU, PLENTY, make_manifest, tokens_of
 from swarm_client.stage.worker.stage_runner import BackwardResult, ForwardResult, StageRunner
 from swarm_client.stage.worker.step_runner import StepRunner
 from swarm_coordinator.offline.reference import StepRecord, train_reference

@@ -9,7 +9,6 @@ import base64
 import itertools
 import random
 import sys
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -21,8 +20,10 @@ import trio
 import trio.testing
 
 from kits.client.held_stage import held_stage
-from kits.tickets import ORGANISER, ticket
+from kits.members import ORGANISER, certificate, peer_record
+from kits.tickets import ticket
 from kits.transcripts import TRANSCRIPT
+from kits.waiting import until
 from swarm_client.membership.admission_gate import AdmissionGate
 from swarm_client.membership.member_context import MemberContext
 from swarm_client.membership.membership import CurrentMembership
@@ -37,7 +38,7 @@ from swarm_client.stage.protocol.errors import RequestFailed
 from swarm_client.stage.protocol.messages import WeightsDone
 from swarm_shared.base.errors import LinkClosed
 from swarm_shared.base.frozen_model import FrozenModel
-from swarm_shared.identity.credentials import MembershipCertificate, Receipt
+from swarm_shared.identity.credentials import Receipt
 from swarm_shared.identity.keys import Identity
 from swarm_shared.network import FramedStream, FrameLimits, Node, open_node
 from swarm_shared.protocol import (
@@ -136,6 +137,10 @@ class RecordingWorker:
         return added
 
 
+def certify(identity: Identity, run: str = RUN) -> str:
+    return certificate(identity.peer_id, run)
+
+
 class Peer:
     """One volunteer's engine: a node, a stage server, and what it holds."""
 
@@ -143,7 +148,7 @@ class Peer:
         self.node, self.identity = node, identity
         self.worker = RecordingWorker(is_last=stage == world.stages - 1)
         self.membership = SimpleNamespace(
-            run=RUN, organiser=world.organiser.peer_id, certificate=world.certify(identity),
+            run=RUN, organiser=world.organiser.peer_id, certificate=certify(identity),
             manifest=world.manifest,
         )  # fmt: skip
         self.holding = held_stage(identity, self.worker, stage, run=RUN)
@@ -161,10 +166,9 @@ class Peer:
         self.server = StageServer(member, self)
         self.server.holding = self.holding
         node.serve(STAGE_PROTOCOL, self.server.handle, LIMITS)
-        self.record = PeerRecord(
-            peer=identity.peer_id, stage=stage, addresses=node.addresses,
-            certificate=self.membership.certificate, microbatches_per_second=1.0,
-        )  # fmt: skip
+        self.record = peer_record(
+            node.peer_id, stage, addresses=node.addresses, certificate=self.membership.certificate
+        )
 
     def microbatch_seconds(self, _holding: Holding) -> float:
         """In the uplink share's place."""
@@ -193,13 +197,6 @@ class World:
             limits=SimpleNamespace(edge_credits=2, stage_queue=3),
             training=SimpleNamespace(sequences_per_microbatch=1),
         )
-
-    def certify(self, identity: Identity, run: str = RUN) -> str:
-        certificate = MembershipCertificate(
-            peer=identity.peer_id, run=run, generation=1, not_before=time.time() - 1,
-            expires=time.time() + 60, role="volunteer",
-        )  # fmt: skip
-        return base64.b64encode(certificate.sign(self.organiser)).decode()
 
     @asynccontextmanager
     async def peer(self, stage: int) -> AsyncIterator[Peer]:
@@ -302,8 +299,7 @@ async def send_until_refused(
                 await downstream.send(request)
 
         nursery.start_soon(send)
-        while not any(receiver.server.refused.values()):
-            await trio.sleep(0.01)
+        await until(lambda: any(receiver.server.refused.values()))
         downstream.oldest_step_is(None)
 
 
@@ -493,8 +489,7 @@ async def test_a_peer_that_has_not_applied_yet_is_asked_again_until_it_has() -> 
     async with world() as w, w.peer(0) as sender, w.peer(1) as slow:
 
         async def catch_up() -> None:
-            while slow.server.refused[RefusalReason.WRONG_STEP] < 2:
-                await trio.sleep(0.01)
+            await until(lambda: slow.server.refused[RefusalReason.WRONG_STEP] >= 2)
             slow.holding.account.applied(1)
 
         async with trio.open_nursery() as nursery:
@@ -507,10 +502,10 @@ async def test_a_peer_that_has_not_applied_yet_is_asked_again_until_it_has() -> 
 async def test_a_sender_without_a_certificate_of_this_run_is_not_admitted(wrong: str) -> None:
     async with world() as w, w.peer(0) as sender, w.peer(1) as guarded:
         certificate = {
-            "another run": w.certify(sender.identity, run="cd" * 32),
-            "another key": w.certify(Identity.generate()),
+            "another run": certify(sender.identity, run="cd" * 32),
+            "another key": certify(Identity.generate()),
             "garbage": "AAAA",
-            "revoked": w.certify(sender.identity),
+            "revoked": certify(sender.identity),
         }[wrong]
         if wrong == "revoked":
             guarded.view.replace(Roster(serial=1, peers=(), revoked=(sender.identity.peer_id,)))
@@ -543,8 +538,7 @@ async def test_a_receiver_that_is_revoked_in_the_middle_of_a_microbatch_is_repla
             w.roster.replace(Roster(serial=2, peers=members, revoked=(revoked.identity.peer_id,)))
             downstream.roster_changed()
             # What it has is cancelled there, although the other peer has not answered yet.
-            while revoked.holding is not None and revoked.holding.in_flight:
-                await trio.sleep(0.01)
+            await until(lambda: revoked.holding is None or not revoked.holding.in_flight)
             other.worker.hold.set()
     assert [microbatch for microbatch, _ in other.worker.forwards] == [4]
 
@@ -745,9 +739,7 @@ async def test_who_does_not_read_its_answers_gives_its_places_back(
             await stream.send(forward(request, **changes), payload, timeout_seconds=20)
         last.worker.hold.set()
         # The answers are as long as the inputs, and are not read.
-        with trio.fail_after(10):
-            while len(last.worker.forwards) < 3 or last.holding.in_flight:
-                await trio.sleep(0.05)
+        await until(lambda: len(last.worker.forwards) >= 3 and not last.holding.in_flight, 10)
         with pytest.raises(LinkClosed):
             await send_without_end(stream)
         assert last.node.handler_errors == {}

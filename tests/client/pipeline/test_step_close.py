@@ -20,7 +20,7 @@ from kits.client.held_stage import held_stage
 from swarm_client.averaging.all_reduce.errors import RoundFailed, RoundFailure
 from swarm_client.pipeline.held_stage import Holding, LoadedStage
 from swarm_client.pipeline.step_close import StepCloser
-from swarm_client.stage.protocol.errors import RequestFailed, WorkerDied
+from swarm_client.stage.protocol.errors import WorkerDied
 from swarm_shared.base.errors import LinkClosed, ProtocolError, StorageError
 from swarm_shared.identity.keys import Identity
 from swarm_shared.protocol import (
@@ -39,7 +39,6 @@ from swarm_shared.protocol import (
 from swarm_shared.volunteer_rules.step_close import (
     MAX_QUEUED_ORDERS,
     DropPrepared,
-    Rejoin,
     Send,
     StepApplied,
     SwitchToPrepared,
@@ -282,13 +281,6 @@ async def test_too_many_orders_end_the_session() -> None:
             s.close(0, attempt=1000)
 
 
-async def test_a_request_that_the_worker_refuses_is_reported() -> None:
-    async with scene(0) as s:
-        s.worker.error = RequestFailed("wrong_step", "it is at another step")
-        s.close(0)
-        assert (await s.sent()).reason == "it is at another step"
-
-
 async def test_the_death_of_the_held_stages_worker_is_left_to_its_tenure() -> None:
     async with scene(0) as s:
         s.worker.error = WorkerDied("killed")
@@ -344,14 +336,3 @@ async def test_a_prepared_stage_that_is_given_up_fails_only_the_attempt() -> Non
         s.go.set()
         s.close(0, attempt=2)
         assert (await s.sent()).ok
-
-
-async def test_a_prepared_stages_worker_that_dies_in_its_apply_ends_the_session() -> None:
-    async with scene(0) as s:
-        s.prepare()
-        s.close(0, moving=True)
-        assert (await s.sent()).ok
-        s.next.error = WorkerDied("killed")
-        s.apply()
-        await trio.testing.wait_all_tasks_blocked()
-        assert s.decisions == [Rejoin()]

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kits.tickets import ORGANISER, ticket
+from kits.members import ORGANISER
+from kits.tickets import ticket
 from swarm_client.membership.membership import CurrentMembership
 from swarm_client.pipeline.tickets import TicketCheck
 from swarm_shared.base.errors import AdmissionError

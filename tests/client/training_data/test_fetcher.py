@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import threading
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -16,7 +14,9 @@ import trio
 import trio.testing
 
 from kits.client.held_stage import member_of
+from kits.members import ORGANISER, certificate
 from kits.range_server import range_server
+from kits.waiting import until
 from shared.data.test_sample_ranges import written
 from swarm_client.connectivity.web_download import WebClient
 from swarm_client.training_data import fetcher as fetcher_module
@@ -25,11 +25,10 @@ from swarm_client.training_data.leaf_cache import LeafCache
 from swarm_client.training_data.mirrors import Mirrors
 from swarm_client.training_data.run_samples import RunSamples, leaves_of
 from swarm_shared.base.errors import NetworkError, StorageError
-from swarm_shared.base.types import Generation, MicrobatchIndex, RunId, Step
+from swarm_shared.base.types import MicrobatchIndex, RunId, Step
 from swarm_shared.data.leaf_files import LeafFiles, ShardSamples
 from swarm_shared.data.merkle import LEAF_BYTES
 from swarm_shared.data.sample_ranges import LeafId, SampleRanges
-from swarm_shared.identity.credentials import MembershipCertificate
 from swarm_shared.identity.keys import Identity
 from swarm_shared.network import Node, open_node
 from swarm_shared.protocol import Lease, LeasedMicrobatch
@@ -39,7 +38,6 @@ from swarm_shared.transfer.source import TransferSource
 from swarm_shared.transfer.transfer import certificate_check, serve_transfers
 
 RUN = RunId("ab" * 32)
-ORGANISER = Identity.from_seed(b"o" * 32)
 
 
 @dataclass
@@ -74,11 +72,7 @@ class World:
 
     async def fetcher(self, home: Path, budget_leaves: int = 64) -> LeafFetcher:
         identity = Identity.generate()
-        certificate = MembershipCertificate(
-            peer=identity.peer_id, run=RUN, generation=Generation(1), not_before=time.time() - 1,
-            expires=time.time() + 600, role="volunteer",
-        )  # fmt: skip
-        shown = base64.b64encode(certificate.sign(ORGANISER)).decode()
+        shown = certificate(identity.peer_id, RUN)
         node = await self.stack.enter_async_context(open_node(identity, []))
         fetcher = LeafFetcher(
             node, member_of(RUN, self.manifest, shown),
@@ -96,11 +90,6 @@ class World:
         """Draw a microbatch: it has the tokens of the shards."""
         found = await samples.drawn(Step(step), MicrobatchIndex(index))
         assert same(found, ShardSamples(self.folder, self.manifest).training(step, index))
-
-    async def until(self, true: Callable[[], bool]) -> None:
-        with trio.fail_after(20):
-            while not true():
-                await trio.sleep(0.01)
 
 
 @asynccontextmanager
@@ -168,7 +157,7 @@ async def test_a_lease_is_fetched_ahead_with_the_forecast_of_the_next_step_and_k
         needed = leaves_of(
             [one for step in (1, 2) for index in (0, 2) for one in ranges.training(step, index)]
         )
-        await w.until(lambda: len(w.organiser.contents) >= len(needed))
+        await until(lambda: len(w.organiser.contents) >= len(needed))
         assert sorted(w.organiser.contents) == sorted(needed)
         for step, index in ((1, 0), (1, 2), (2, 0), (2, 2)):
             await w.check(samples, step, index)
@@ -196,13 +185,13 @@ async def test_data_that_is_waited_for_shows_its_progress(
 
         w.organiser.damage = wait
         w.nursery.start_soon(samples.drawn, Step(1), MicrobatchIndex(0))
-        await w.until(lambda: fetching.download is not None and bool(w.organiser.contents))
+        await until(lambda: fetching.download is not None and bool(w.organiser.contents))
         download = fetching.download
         assert download is not None
         assert (download.what, download.received_bytes) == ("training data", 0)
         assert download.total_bytes >= leaves * LEAF_BYTES
         hold.set()
-        await w.until(lambda: fetching.download is None)
+        await until(lambda: fetching.download is None)
     assert w.lines[0].startswith("downloading training data: 0 B of ")
 
 

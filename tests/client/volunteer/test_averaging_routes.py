@@ -5,11 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from kits.members import peer_record
 from swarm_client.membership.roster import RosterView
 from swarm_client.volunteer.averaging_routes import AveragingRoutes
-from swarm_shared.base.types import StageIndex
 from swarm_shared.identity.keys import Identity
-from swarm_shared.protocol import PeerRecord, Roster
+from swarm_shared.protocol import Roster
 
 MEMBER, P2PD, RELAY = (Identity.from_seed(bytes([n]) * 32) for n in (1, 2, 3))
 
@@ -32,10 +32,7 @@ async def test_p2pd_gets_ip_addresses_with_tcp_ports_only() -> None:
             f"/dns4/router.lan/tcp/80/p2p/{RELAY.peer_id}/p2p-circuit",
         ),
     )  # fmt: skip
-    record = PeerRecord(
-        peer=MEMBER.peer_id, stage=StageIndex(0), addresses=(), certificate="",
-        microbatches_per_second=0.0, carrier=carrier,
-    )  # fmt: skip
+    record = peer_record(MEMBER.peer_id, carrier=carrier)
     view.replace(Roster(serial=1, peers=(record,)))
     (member,) = routes.members([MEMBER.peer_id])
     assert member.p2pd_peer_id == P2PD.peer_id

@@ -9,6 +9,7 @@ import trio
 from client.pipeline.test_downstream import OneSample, RecordingCoordinator, lease
 from client.pipeline.test_pipeline import parcel, world
 from client.volunteer.test_volunteer_admission import scene
+from kits.waiting import until
 from swarm_client.control.status_document import SuspendReason
 from swarm_client.control.status_sentence import Suspension
 from swarm_client.pipeline.trainer import Trainer
@@ -45,8 +46,7 @@ async def test_what_is_not_finished_in_time_is_handed_back_and_another_gets_it_w
             async with w.peer(1) as other:
                 pausing.server.paused = True
                 pausing.server.hand_back()
-                while not answers:
-                    await trio.sleep(0.01)
+                await until(lambda: answers)
     assert w.masks == [(1, 5)]
     assert other.worker.accumulated == [5]
     assert pausing.worker.accumulated == []

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import base64
 import time
 from types import SimpleNamespace
 
 import pytest
 
+from kits.members import certificate, peer_record
 from swarm_client.averaging.protocol.directory_record import sign_record
 from swarm_client.volunteer.peer_directory import PeerDirectory
-from swarm_shared.identity.credentials import MembershipCertificate
 from swarm_shared.identity.keys import Identity
 from swarm_shared.protocol import PeerRecord
 
@@ -49,15 +48,8 @@ def scene() -> SimpleNamespace:
 
 
 def record(scene: SimpleNamespace, peer: Identity, signer: Identity | None = None) -> PeerRecord:
-    certificate = MembershipCertificate(
-        peer=peer.peer_id, run=RUN, generation=1, not_before=time.time() - 1,
-        expires=time.time() + 60, role="volunteer",
-    )  # fmt: skip
-    envelope = certificate.sign(signer or scene.organiser)
-    return PeerRecord(
-        peer=peer.peer_id, stage=0, addresses=("/ip4/192.0.2.1/tcp/1",),
-        certificate=base64.b64encode(envelope).decode(), microbatches_per_second=1.0,
-    )  # fmt: skip
+    shown = certificate(peer.peer_id, RUN, signer or scene.organiser)
+    return peer_record(peer.peer_id, addresses=("/ip4/192.0.2.1/tcp/1",), certificate=shown)
 
 
 async def test_what_a_member_publishes_is_found_as_it_was(scene: SimpleNamespace) -> None:

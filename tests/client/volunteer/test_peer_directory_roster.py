@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kits.members import peer_record
 from swarm_client.membership.roster import RosterView
 from swarm_shared.base.errors import ProtocolError
 from swarm_shared.base.types import PeerId, StageIndex
@@ -11,10 +12,7 @@ from swarm_shared.protocol import CarrierAddress, PeerRecord, Roster, RosterChan
 
 
 def record(peer: str, stage: int = 0, rate: float = 1.0) -> PeerRecord:
-    return PeerRecord(
-        peer=PeerId(peer), stage=StageIndex(stage), addresses=(), certificate="",
-        microbatches_per_second=rate,
-    )  # fmt: skip
+    return peer_record(peer, stage, microbatches_per_second=rate)
 
 
 def view(*peers: str, revoked: tuple[str, ...] = ()) -> RosterView:

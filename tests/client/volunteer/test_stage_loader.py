@@ -13,6 +13,7 @@ from typing import Any, cast
 import pytest
 
 from kits.client.held_stage import member_of
+from kits.members import peer_record
 from kits.peer_names import named
 from kits.swarm_world.facts import Options, manifest_of
 from swarm_client.machine.devices import Device
@@ -27,7 +28,7 @@ from swarm_shared.base.errors import NetworkError, ProtocolError
 from swarm_shared.base.types import RunId, StageIndex
 from swarm_shared.identity.keys import Identity
 from swarm_shared.network import open_node
-from swarm_shared.protocol import AssignStage, PeerRecord
+from swarm_shared.protocol import AssignStage
 from swarm_shared.run.manifest import InitialState, Manifest
 from swarm_shared.run.model_config import AdapterConfig
 from swarm_shared.scheduling.placement.stage_sizes import MAX_STATE_HEADER_BYTES, stage_sizes
@@ -115,10 +116,7 @@ async def test_a_download_shows_its_progress_while_it_lasts(
         open_node(Identity.generate()) as node,
     ):
         serve_transfers(holder, lambda item, _: tmp_path / "state", lambda remote, hello: None)
-        record = PeerRecord(
-            peer=holder.peer_id, stage=1, addresses=holder.addresses, certificate="",
-            microbatches_per_second=1.0,
-        )  # fmt: skip
+        record = peer_record(holder.peer_id, 1, addresses=holder.addresses)
         sha256 = hashlib.sha256(content).hexdigest()
         assignment = file_of(3, len(content), sha256, holders=(record,))
         lines: list[str] = []

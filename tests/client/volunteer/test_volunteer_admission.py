@@ -6,7 +6,6 @@ The volunteer is the real one over real links; the coordinator is scripted.
 from __future__ import annotations
 
 import base64
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,7 +14,10 @@ import psutil
 import pytest
 import trio
 
-from shared.manifests import manifest_of
+from kits import members
+from kits.manifests import manifest_of
+from kits.members import ORGANISER, peer_record
+from kits.waiting import until
 from swarm_client.averaging.handle.options import AveragingOptions
 from swarm_client.averaging.handle.supervisor import AveragingWorker
 from swarm_client.control.contribution_log import ContributionCounter, ContributionLog
@@ -27,8 +29,7 @@ from swarm_client.volunteer.context import VolunteerContext, VolunteerOptions
 from swarm_client.volunteer.volunteer import Volunteer
 from swarm_shared.base.errors import AdmissionError, NetworkError
 from swarm_shared.base.memory import StageMemory
-from swarm_shared.base.types import Generation, PeerId, StageIndex
-from swarm_shared.identity.credentials import MembershipCertificate
+from swarm_shared.base.types import Generation, PeerId
 from swarm_shared.identity.invite import Invite
 from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.signed_manifest import run_id_of, sign_manifest
@@ -41,7 +42,6 @@ from swarm_shared.protocol import (
     Heartbeat,
     Hello,
     Leaving,
-    PeerRecord,
     Refused,
     Roster,
     Welcome,
@@ -54,7 +54,6 @@ from swarm_shared.transfer.source import TransferSource
 from swarm_shared.transfer.transfer import fetch
 
 LIMITS = FrameLimits(max_header_bytes=2**20)
-ORGANISER = Identity.from_seed(b"o" * 32)
 SMALL = StageMemory(device_bytes=1_000_000, comfortable_bytes=1_000_000, host_bytes=1_000_000)
 MANIFEST = manifest_of(
     organiser=ORGANISER.peer_id,
@@ -65,12 +64,7 @@ RUN = run_id_of(MANIFEST)
 
 
 def certificate(peer: PeerId, seconds: float = 3600.0, signer: Identity = ORGANISER) -> str:
-    now = time.time()
-    content = MembershipCertificate(
-        peer=peer, run=RUN, generation=Generation(1), not_before=now - 1, expires=now + seconds,
-        role="volunteer",
-    )  # fmt: skip
-    return base64.b64encode(content.sign(signer)).decode()
+    return members.certificate(peer, RUN, signer, seconds=seconds)
 
 
 class Script:
@@ -132,9 +126,7 @@ class Script:
         await self.streams[-1].send(encode(message))
 
     async def sessions(self, count: int, within_seconds: float = 10.0) -> None:
-        with trio.fail_after(within_seconds):
-            while len(self.hellos) < count:
-                await trio.sleep(0.02)
+        await until(lambda: len(self.hellos) >= count, within_seconds)
 
 
 class Scene:
@@ -267,15 +259,14 @@ async def refusal(s: Scene, node: Node, folder: Path) -> str:
     return str(caught.value)
 
 
-def roster(*members: Node, revoked: tuple[PeerId, ...] = ()) -> Roster:
+def roster(*nodes: Node, revoked: tuple[PeerId, ...] = ()) -> Roster:
     return Roster(
         serial=1, revoked=revoked,
         peers=tuple(
-            PeerRecord(
-                peer=node.peer_id, stage=StageIndex(0), addresses=node.addresses,
-                certificate=certificate(node.peer_id), microbatches_per_second=1.0,
+            peer_record(
+                node.peer_id, addresses=node.addresses, certificate=certificate(node.peer_id)
             )
-            for node in members
+            for node in nodes
         ),
     )  # fmt: skip
 
@@ -288,9 +279,7 @@ async def test_links_with_a_revoked_peer_end_at_once_and_it_is_served_nothing_mo
         await s.until(lambda: bad.peer_id in s.volunteer.roster)
         assert "there is no state/1/0 here" in await refusal(s, bad, tmp_path)
         await s.script.say(roster(good, revoked=(bad.peer_id,)))
-        with trio.fail_after(5):
-            while bad.is_connected(s.volunteer.node.peer_id):
-                await trio.sleep(0.02)
+        await until(lambda: not bad.is_connected(s.volunteer.node.peer_id), 5)
         assert s.volunteer.node.is_connected(good.peer_id)
         assert "has revoked" in await refusal(s, bad, tmp_path)
         assert "there is no state/1/0 here" in await refusal(s, good, tmp_path)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kits.certificate import write_certificate
-from kits.coordinator.commands import Started
+from kits.coordinator.commands import Started, edit
 from kits.coordinator.shell_world import make_run
 from swarm_coordinator.cli.main import run
 from swarm_coordinator.run_dir.folder import RunFolder
@@ -82,9 +82,11 @@ def test_an_address_that_is_none_is_refused_before_anything_starts(
 @pytest.fixture
 def with_tls(folder: RunFolder) -> Iterator[Path]:
     """The certificate of a run that has one, beside its run.toml."""
-    text = folder.settings.read_text()
-    settings = text.replace('certificate = ""', 'certificate = "server.pem"')
-    folder.settings.write_text(settings.replace('\nkey = ""', '\nkey = "server.key"'))
+    text = edit(
+        folder,
+        ('certificate = ""', 'certificate = "server.pem"'),
+        ('\nkey = ""', '\nkey = "server.key"'),
+    )
     yield write_certificate(folder.path, "localhost")[0]
     folder.settings.write_text(text)
 
@@ -133,8 +135,7 @@ def test_a_certificate_that_cannot_be_used_is_named_before_anything_starts(
 def test_a_wrong_address_in_run_toml_is_named(
     tmp_path: Path, folder: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = folder.settings.read_text()
-    folder.settings.write_text(text.replace('listen = "127.0.0.1:0"', 'listen = "nowhere"'))
+    text = edit(folder, ('listen = "127.0.0.1:0"', 'listen = "nowhere"'))
     try:
         assert run(["start", str(folder.path)]) == 3
         assert "[http] listen" in capsys.readouterr().err

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kits.peer_names import named
+from kits.manifests import manifest_of, stage_ranges
 from swarm_coordinator.configuration.command_line import parse_override
 from swarm_coordinator.configuration.run_settings import (
     RunSettings,
@@ -17,7 +17,7 @@ from swarm_coordinator.configuration.run_settings import (
 from swarm_coordinator.configuration.template import render_run_toml
 from swarm_shared.base.errors import ConfigurationError
 from swarm_shared.codecs.quality import quality_table
-from swarm_shared.run.manifest import DataConfig, Manifest, ShardInfo, StageRange
+from swarm_shared.run.manifest import Manifest
 from swarm_shared.run.model_config import PRESETS, preset
 from swarm_shared.settings.commented_toml import toml_value
 
@@ -250,25 +250,11 @@ def test_any_text_is_spelt_as_toml_reads_it(text: str):
 
 
 def manifest_for(settings: RunSettings) -> Manifest:
-    shards = tuple(
-        ShardInfo(name=f"{split}-0.tokens", split=split, tokens=1000, merkle_root="0" * 64)
-        for split in ("train", "heldout")
-    )
-    return Manifest(
-        name=settings.run.name,
-        organiser=named("Lord"),
-        model=settings.model.config,
-        stages=(
-            StageRange(first_layer=0, end_layer=2),
-            StageRange(first_layer=2, end_layer=4),
-        ),
-        data=DataConfig(token_bytes=1, shards=shards, tokenizer="bytes", unigram_entropy_nats=1.0),
-        training=settings.training_config,
-        optimizer=settings.optimizer,
-        limits=settings.limits,
-        checkpoint_steps=settings.checkpoint.every_steps,
-        codecs=settings.codecs.config,
-    )
+    return manifest_of(
+        name=settings.run.name, model=settings.model.config, stages=stage_ranges(2, 4),
+        training=settings.training_config, optimizer=settings.optimizer, limits=settings.limits,
+        checkpoint_steps=settings.checkpoint.every_steps, codecs=settings.codecs.config,
+    )  # fmt: skip
 
 
 def test_an_unchanged_file_differs_in_nothing_from_its_manifest():

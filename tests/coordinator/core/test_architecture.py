@@ -15,7 +15,6 @@ from swarm_coordinator.core.state.phases import ALLOWED, RunPhase
 from swarm_coordinator.core.state.run import enter_phase
 
 PACKAGE = Path(transition.__file__).parents[1]
-STATE = PACKAGE / "core" / "state"
 
 INDEXED = {
     "phase", "stage", "version", "transfer", "contact", "certificate", "leaving", "leaving_since",

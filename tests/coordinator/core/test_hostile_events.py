@@ -15,7 +15,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kits.swarm_world.event_bench import SHA, Bench
+from kits.swarm_world.event_bench import SHA, joined
 from kits.swarm_world.facts import TOKENS
 from swarm_coordinator.core.events import AppliedStep, ReceiptsVerified
 from swarm_coordinator.core.state.peers import PeerPhase
@@ -146,8 +146,7 @@ class Stage:
 
     def __init__(self, holds: int | None) -> None:
         """`holds`: the stage that the third one has taken before it turns hostile."""
-        self.bench = Bench(checkpoint_steps=2, evaluation=1, steps=12)
-        self.bench.join_all(*HONEST)
+        self.bench = joined(*HONEST, checkpoint_steps=2, evaluation=1, steps=12)
         self.attached = True
         self.reported: dict[tuple[int, int], set[float]] = defaultdict(set)
         """Loss sums that receipts have named, by step and microbatch."""

@@ -22,6 +22,7 @@ from kits.coordinator.http_server import (
     run_with_pages,
     write_status,
 )
+from kits.waiting import until
 from swarm_coordinator.core.events import Note, RolledBack
 from swarm_coordinator.dashboard.app import MAX_PAGE
 from swarm_coordinator.dashboard.middleware import GuardMiddleware
@@ -206,8 +207,7 @@ async def test_a_status_that_cannot_be_read_leaves_the_last_one_and_is_counted(
 ) -> None:
     async with pages_of(folder) as client:
         folder.status.write_text("{")
-        while not client.pages.snapshot_loop.failures:
-            await trio.sleep(0.05)
+        await until(lambda: client.pages.snapshot_loop.failures)
         assert (await client.get("/api/v1/run")).json["version"] == 5
         write_status(folder, version=6)
         while (await client.get("/api/v1/run")).json["version"] != 6:
@@ -331,8 +331,7 @@ async def test_a_reader_that_leaves_is_forgotten(folder: RunFolder) -> None:
         await listener.next("run")
         assert len(hub) == 1
         await listener.stream.aclose()
-        while len(hub):
-            await trio.sleep(0.01)
+        await until(lambda: not len(hub))
         assert hub.dropped == 0
 
 
@@ -357,6 +356,5 @@ async def test_readers_beyond_the_limit_are_refused_and_slow_ones_disconnected(
         await client.served.call(flood, hub)
         assert hub.dropped == 1
         assert not len(hub)
-        while client.pages.server.connections:
-            await trio.sleep(0.01)
+        await until(lambda: not client.pages.server.connections)
         assert (await client.get("/api/v1/run")).status == 200

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, closing, suppress
 from typing import Any
 
@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from kits.certificate import write_certificate
 from kits.coordinator.http_server import Served, serving
+from kits.waiting import until
 from swarm_coordinator.configuration.http_address import (
     HttpAddress,
     address_of,
@@ -465,8 +466,3 @@ def test_no_bytes_end_the_server(parts: list[bytes]) -> None:
             assert server.failures == 0
 
     trio.run(main)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await trio.sleep(0.005)

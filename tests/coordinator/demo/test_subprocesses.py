@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kits.processes import has_ended
 from swarm_coordinator.demo import subprocesses
 from swarm_coordinator.demo.subprocesses import Subprocesses, run_to_end, wait_until
 from swarm_shared.base.errors import StorageError, SwarmError
@@ -19,14 +20,6 @@ PATIENCE_SECONDS = 30.0
 
 def python(code: str) -> tuple[str, ...]:
     return (sys.executable, "-S", "-c", code)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def wait_for_line(children: Subprocesses, log: Path, line: str) -> None:
@@ -54,7 +47,7 @@ def test_leaving_the_block_ends_everybody_even_who_ignores_the_request(tmp_path:
     assert polite.exit_code() == -signal.SIGTERM
     assert stubborn.exit_code() == -signal.SIGKILL
     assert "was ended by SIGKILL" in stubborn.describe_exit()
-    assert not is_alive(stubborn.pid)
+    assert has_ended(stubborn.pid)
 
 
 def test_a_killed_child_takes_its_process_group_along(tmp_path: Path) -> None:
@@ -68,20 +61,13 @@ def test_a_killed_child_takes_its_process_group_along(tmp_path: Path) -> None:
         wait_for_line(children, child.log, "ready")
         words = child.log.read_text().split()
         grandchild = int(words[words.index("grandchild") + 1])
-        assert is_alive(grandchild)
+        assert not has_ended(grandchild)
         child.kill()
         # It is init's to reap now; until then it is there as a zombie.
         deadline = time.monotonic() + PATIENCE_SECONDS
-        while is_alive(grandchild) and not is_zombie(grandchild):
+        while not has_ended(grandchild):
             assert time.monotonic() < deadline
             time.sleep(0.01)
-
-
-def is_zombie(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for PR_SET_PDEATHSIG")
@@ -102,7 +88,7 @@ def test_a_child_ends_when_the_process_that_started_it_is_killed(tmp_path: Path)
         os.kill(outer.pid, signal.SIGKILL)
         outer.wait(PATIENCE_SECONDS)
         deadline = time.monotonic() + PATIENCE_SECONDS
-        while is_alive(inner) and not is_zombie(inner):
+        while not has_ended(inner):
             assert time.monotonic() < deadline
             time.sleep(0.01)
 

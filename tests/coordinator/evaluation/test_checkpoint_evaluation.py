@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,8 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kits.peer_names import named
-from kits.runs.no_data import NO_DATA
+from kits.manifests import manifest_of, stage_ranges
 from kits.runs.stage_files import small_manifest
 from swarm_coordinator.evaluation import checkpoint_evaluation
 from swarm_coordinator.evaluation.checkpoint_evaluation import (
@@ -34,44 +32,33 @@ from swarm_shared.model.llama import Stage
 from swarm_shared.model.optimizer import make_optimizer
 from swarm_shared.model.state import save_state, state_to_tensors
 from swarm_shared.run.manifest import (
-    CodecsConfig,
     Manifest,
-    OptimizerConfig,
-    StageRange,
-    TrainingConfig,
 )
-from swarm_shared.run.model_config import ModelConfig
 
 LAYERS = 3
-SMALL = small_manifest(tied=False)
+SMALL = small_manifest()
 BYTES = BytesTokenizer()
 
 
 @st.composite
 def manifests(draw: st.DrawFn) -> Manifest:
     cuts = sorted(draw(st.sets(st.integers(1, LAYERS - 1), max_size=LAYERS - 1)))
-    edges = [0, *cuts, LAYERS]
     codec = draw(st.sampled_from(["none", "int8", "int4"]))
     bottlenecks = tuple(cuts) if draw(st.booleans()) else ()
-    return Manifest(
-        name="test",
-        organiser=named("Lord"),
-        model=ModelConfig(
-            vocabulary_size=256, hidden_size=32, intermediate_size=48, layers=LAYERS, heads=2,
-            key_value_heads=1, sequence_length=16, tie_embeddings=draw(st.booleans()),
-            bottlenecks=bottlenecks, bottleneck_size=16 if bottlenecks else 0,
-        ),
-        stages=tuple(
-            StageRange(first_layer=a, end_layer=b) for a, b in itertools.pairwise(edges)
-        ),
-        data=NO_DATA,
-        training=TrainingConfig(
-            steps=12, microbatches_per_step=3, sequences_per_microbatch=4,
-            seed=draw(st.integers(0, 9)),
-            dtype=draw(st.sampled_from(["float32", "bfloat16"])),
-        ),
-        optimizer=OptimizerConfig(learning_rate=0.02, warmup_steps=2),
-        codecs=CodecsConfig(activation=codec, gradient=codec),
+    return manifest_of(
+        model={
+            "hidden_size": 32, "intermediate_size": 48, "layers": LAYERS, "heads": 2,
+            "sequence_length": 16, "tie_embeddings": draw(st.booleans()),
+            "bottlenecks": bottlenecks, "bottleneck_size": 16 if bottlenecks else 0,
+        },
+        stages=stage_ranges(*cuts, LAYERS),
+        training={
+            "steps": 12, "microbatches_per_step": 3, "sequences_per_microbatch": 4,
+            "seed": draw(st.integers(0, 9)),
+            "dtype": draw(st.sampled_from(["float32", "bfloat16"])),
+        },
+        optimizer={"learning_rate": 0.02, "warmup_steps": 2},
+        codecs={"activation": codec, "gradient": codec},
     )  # fmt: skip
 
 

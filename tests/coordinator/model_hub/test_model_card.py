@@ -38,7 +38,7 @@ def rows(card: str) -> dict[str, str]:
 
 
 def test_the_card_has_the_figures_of_the_run() -> None:
-    manifest = small_manifest(tied=False)
+    manifest = small_manifest()
     card = model_card(manifest, FIGURES, "bfloat16", "ada/x")
     assert front_matter(card) == {
         "library_name": "transformers",
@@ -58,14 +58,14 @@ def test_the_card_has_the_figures_of_the_run() -> None:
 
 
 def test_the_model_that_a_run_continues_is_named_if_it_is_known() -> None:
-    manifest = small_manifest(tied=False).model_copy(update={"base_model": "org/base"})
+    manifest = small_manifest().model_copy(update={"base_model": "org/base"})
     card = model_card(manifest, FIGURES, "float32", "ada/x")
     assert front_matter(card)["base_model"] == "org/base"
     assert r"continued from org\/base" in card
 
 
 def test_the_card_of_adapters_says_how_peft_loads_them() -> None:
-    plain = small_manifest(tied=False)
+    plain = small_manifest()
     adapters = AdapterConfig(rank=4, alpha=8, targets=("q_proj", "v_proj"))
     model = plain.model.model_copy(update={"adapters": adapters})
     manifest = plain.model_copy(update={"base_model": "org/base", "model": model})
@@ -85,7 +85,7 @@ def test_the_card_of_adapters_says_how_peft_loads_them() -> None:
 @pytest.mark.parametrize("loss", [None, float("nan")])
 def test_what_is_not_known_is_left_out(loss: float | None) -> None:
     figures = RunFigures(RunId("ab" * 32), "cd" * 32, 3, loss, loss, None)
-    found = rows(model_card(small_manifest(tied=False), figures, "float32", "ada/x"))
+    found = rows(model_card(small_manifest(), figures, "float32", "ada/x"))
     assert not any("loss" in label or "devices" in label for label in found)
 
 
@@ -93,7 +93,7 @@ HOSTILE = "x\n---\nlicense: y\n# <script>alert(1)</script> | ![a](http://b) `c` 
 
 
 def test_a_runs_name_stays_text_on_its_line() -> None:
-    manifest = small_manifest(tied=False)
+    manifest = small_manifest()
     plain = model_card(manifest, FIGURES, "float32", "ada/x")
     named = Manifest.model_validate(manifest.model_dump() | {"name": HOSTILE[:100]})
     card = model_card(named, FIGURES, "float32", "ada/x")

@@ -15,8 +15,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kits.peer_names import named
-from kits.runs.no_data import NO_DATA
+from kits.runs.stage_files import small_manifest
 from swarm_coordinator.offline.hf_export import bytes_tokenizer, export_huggingface
 from swarm_coordinator.offline.merged_stages import merge_stages
 from swarm_coordinator.run_creation.tokenizer_files import organisers_tokenizer
@@ -28,11 +27,8 @@ from swarm_shared.model.optimizer import apply_step, make_optimizer
 from swarm_shared.model.state import open_state, save_state, state_to_tensors
 from swarm_shared.run.manifest import (
     Manifest,
-    OptimizerConfig,
-    StageRange,
-    TrainingConfig,
 )
-from swarm_shared.run.model_config import ModelConfig, RopeScaling
+from swarm_shared.run.model_config import RopeScaling
 
 NO_TOKENIZER = Path("nowhere")
 LLAMA3 = RopeScaling(kind="llama3", factor=8, low_frequency_factor=1, original_length=64)
@@ -42,21 +38,11 @@ TEXT = "def f(x):\n\treturn 'ä😀' + \"\\x00\"  # two  spaces\r\n"
 def manifest(
     tied: bool, tokenizer: str = "bytes", key_value_heads: int = 2, **blocks: Any
 ) -> Manifest:
-    return Manifest(
-        name="test",
-        organiser=named("Lord"),
-        model=ModelConfig(
-            vocabulary_size=300, hidden_size=64, intermediate_size=96, layers=3, heads=4,
-            key_value_heads=key_value_heads, sequence_length=32, tie_embeddings=tied,
-            rope_theta=5000.0, norm_epsilon=3e-5, **blocks,
-        ),
-        stages=(StageRange(first_layer=0, end_layer=2), StageRange(first_layer=2, end_layer=3)),
-        data=NO_DATA.model_copy(update={"tokenizer": tokenizer}),
-        training=TrainingConfig(
-            steps=5, microbatches_per_step=1, sequences_per_microbatch=1, seed=4
-        ),
-        optimizer=OptimizerConfig(learning_rate=0.05, warmup_steps=0),
+    made = small_manifest(
+        tie_embeddings=tied, key_value_heads=key_value_heads, rope_theta=5000.0,
+        norm_epsilon=3e-5, **blocks,
     )  # fmt: skip
+    return made.model_copy(update={"data": made.data.model_copy(update={"tokenizer": tokenizer})})
 
 
 def save_stages(described: Manifest, folder):

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from kits.client.fake_accelerator import FakeAccelerator, device_of
-from kits.peer_names import named
-from kits.runs.no_data import NO_DATA
+from kits.manifests import equal_stages, manifest_of
 from swarm_coordinator.offline.reference import (
     StepRecord,
     evaluate,
@@ -22,13 +21,8 @@ from swarm_shared.model.initialise import build_whole
 from swarm_shared.model.optimizer import fingerprint
 from swarm_shared.run.codec_sizes import AverageCodec
 from swarm_shared.run.manifest import (
-    CodecsConfig,
     Manifest,
-    OptimizerConfig,
-    StageRange,
-    TrainingConfig,
 )
-from swarm_shared.run.model_config import ModelConfig
 
 STEPS = 6
 
@@ -36,26 +30,20 @@ STEPS = 6
 def manifest(
     tied: bool = False, staleness: int = 0, average: AverageCodec = "exact", stages: int = 1
 ) -> Manifest:
-    return Manifest(
-        name="test",
-        organiser=named("Lord"),
-        model=ModelConfig(
-            vocabulary_size=50, hidden_size=32, intermediate_size=48, layers=2, heads=2,
-            key_value_heads=1, sequence_length=16, tie_embeddings=tied,
-        ),
-        stages=tuple(
-            StageRange(first_layer=2 * stage // stages, end_layer=2 * (stage + 1) // stages)
-            for stage in range(stages)
-        ),
-        data=NO_DATA,
-        training=TrainingConfig(
-            steps=12, microbatches_per_step=3, sequences_per_microbatch=4, seed=4,
-            staleness=staleness,
-        ),
-        optimizer=OptimizerConfig(
-            learning_rate=0.02, warmup_steps=2, clip_norm=0.5, weight_decay=0.1
-        ),
-        codecs=CodecsConfig(average=average),
+    return manifest_of(
+        model={
+            "vocabulary_size": 50, "hidden_size": 32, "intermediate_size": 48, "layers": 2,
+            "heads": 2, "sequence_length": 16, "tie_embeddings": tied,
+        },
+        stages=equal_stages(2, stages),
+        training={
+            "steps": 12, "microbatches_per_step": 3, "sequences_per_microbatch": 4, "seed": 4,
+            "staleness": staleness,
+        },
+        optimizer={
+            "learning_rate": 0.02, "warmup_steps": 2, "clip_norm": 0.5, "weight_decay": 0.1,
+        },
+        codecs={"average": average},
     )  # fmt: skip
 
 

@@ -63,7 +63,7 @@ def test_files_are_filled_in_order_and_a_tensor_is_never_divided(
 def test_transformers_computes_the_same_logits_from_several_files(
     tmp_path: Path, tied: bool
 ) -> None:
-    described = small_manifest(tied=tied)
+    described = small_manifest(tie_embeddings=tied)
     out = exported(described, tmp_path)
     index = json.loads((out / INDEX).read_text())
     files = sorted(set(index["weight_map"].values()))
@@ -87,7 +87,7 @@ def test_transformers_computes_the_same_logits_from_several_files(
 def test_another_dtype_is_the_rounded_model(
     tmp_path: Path, dtype: ExportDtype, tolerance: float
 ) -> None:
-    described = small_manifest(tied=False)
+    described = small_manifest()
     out = exported(described, tmp_path, dtype)
     theirs = AutoModelForCausalLM.from_pretrained(out)
     assert str(theirs.dtype) == f"torch.{dtype}"
@@ -104,7 +104,7 @@ def test_another_dtype_is_the_rounded_model(
 
 
 def test_an_earlier_export_leaves_no_file_behind(tmp_path: Path) -> None:
-    described = small_manifest(tied=False)
+    described = small_manifest()
     out = exported(described, tmp_path)
     (out / "notes.txt").write_text("of the organiser")
     assert len(weights_in(out)) > 3
@@ -120,7 +120,7 @@ def test_an_earlier_export_leaves_no_file_behind(tmp_path: Path) -> None:
 def test_an_interrupted_export_is_no_model_and_can_be_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    described = small_manifest(tied=False)
+    described = small_manifest()
     out = exported(described, tmp_path)
 
     def full(*_: object) -> None:
@@ -158,7 +158,7 @@ def test_a_folder_with_other_things_is_refused(tmp_path: Path) -> None:
 def test_a_value_that_float16_cannot_hold_is_refused_and_an_earlier_export_is_kept(
     tmp_path: Path,
 ) -> None:
-    described = small_manifest(tied=False)
+    described = small_manifest()
     files = write_stage_files(described, tmp_path / "stages")
     tensors = {name: tensor.clone() for name, tensor in open_state(files[1]).tensors.items()}
     tensors["model.norm.weight"][5] = -70_000.0
@@ -172,7 +172,7 @@ def test_a_value_that_float16_cannot_hold_is_refused_and_an_earlier_export_is_ke
 
 
 def test_memory_holds_one_tensor_at_a_time(tmp_path: Path) -> None:
-    described = small_manifest(tied=False)
+    described = small_manifest()
     merged = open_stages(described.model, write_stage_files(described, tmp_path / "stages"))
     alive: list[weakref.ref[torch.Tensor]] = []
 

@@ -10,7 +10,7 @@ import pytest
 from safetensors import safe_open
 
 from coordinator.run_creation.test_given_model import continued, llama, saved, text
-from kits.coordinator.commands import complaint
+from kits.coordinator.commands import complaint, edit
 from swarm_coordinator.cli.main import run as run_command
 from swarm_coordinator.configuration.run_settings import settings_differences
 from swarm_coordinator.durability.run_files import load_settings
@@ -53,8 +53,7 @@ def test_the_manifest_has_the_adapters_and_the_files_what_is_frozen(
 
 def test_other_adapters_keep_the_files_and_the_cut(tmp_path: Path, text: str) -> None:
     manifest, folder = adapter_run(tmp_path, text)
-    settings = folder.settings.read_text()
-    folder.settings.write_text(settings.replace("rank = 4", "rank = 5"))
+    edit(folder, ("rank = 4", "rank = 5"))
     (difference,) = settings_differences(load_settings(folder), manifest)
     assert difference.startswith("[adapters] rank is 5")
     again = refresh_manifest(folder)
@@ -97,8 +96,7 @@ def test_adapters_need_a_model_that_exists(
     assert "name it with `init --from`" in complaint(capsys)
     assert run_command(made) == 0
     folder = RunFolder.open(tmp_path / "run")
-    settings = folder.settings.read_text()
-    folder.settings.write_text(settings.replace("rank = 0", "rank = 4"))
+    edit(folder, ("rank = 0", "rank = 4"))
     with pytest.raises(ConfigurationError, match="name it with `init --from`"):
         refresh_manifest(folder)
 

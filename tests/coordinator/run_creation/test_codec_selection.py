@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from kits.coordinator.commands import edit
 from kits.coordinator.shell_world import make_run
 from swarm_coordinator.cli.main import cli
 from swarm_coordinator.configuration.command_line import parse_codec
@@ -120,12 +121,6 @@ def test_a_codec_of_the_command_line_is_one_name_or_two(text: str, activation: s
 # ---------------------------------------------------------------- in a run folder
 
 
-def edit(folder: RunFolder, before: str, after: str) -> None:
-    text = folder.settings.read_text()
-    assert text.count(before) == 1
-    folder.settings.write_text(text.replace(before, after))
-
-
 def test_init_writes_down_what_it_chose_and_says_why(tmp_path: Path):
     text = tmp_path / "text"
     text.write_text("abcdefgh " * 9000)
@@ -154,9 +149,12 @@ def test_init_writes_down_what_it_chose_and_says_why(tmp_path: Path):
 
 def test_auto_that_is_written_later_is_followed_once_and_keeps_every_other_word(tmp_path: Path):
     folder = make_run(tmp_path / "run")
-    edit(folder, 'activation = "int8"', 'activation = "auto"  # whatever is best')
-    edit(folder, 'gradient = "int8"', 'gradient = "auto"')
-    edit(folder, "up_mbit_per_second = 20", "up_mbit_per_second = 0.01")
+    edit(
+        folder,
+        ('activation = "int8"', 'activation = "auto"  # whatever is best'),
+        ('gradient = "int8"', 'gradient = "auto"'),
+        ("up_mbit_per_second = 20", "up_mbit_per_second = 0.01"),
+    )
     asked = folder.settings.read_text()
     said: list[str] = []
     manifest = refresh_manifest(folder, said.append)

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kits.coordinator.commands import complaint
+from kits.coordinator.commands import complaint, edit
 from swarm_coordinator.cli.main import run
 from swarm_coordinator.configuration.run_settings import default_settings
-from swarm_coordinator.durability.run_files import load_manifest, load_settings
+from swarm_coordinator.durability.run_files import load_manifest
 from swarm_coordinator.run_creation.fleet_cut import (
     STAGE_COUNTS,
     ExpectedFleet,
@@ -201,14 +201,11 @@ def test_a_given_number_of_stages_is_kept_and_a_refresh_keeps_the_cut(text: Path
     made = initialise_run(folder.path, "tiny", str(text), 3, SIZES, lines.append, fleet)
     assert "stages: 3, as given" in lines
     assert cut_of(made) == [1, 5, 6]
-    edited = load_settings(folder).training.model_copy(update={"steps": 7})
-    folder.settings.write_text(
-        folder.settings.read_text().replace("\nsteps = 60\n", f"\nsteps = {edited.steps}\n")
-    )
+    edit(folder, ("\nsteps = 60\n", "\nsteps = 7\n"))
     again = refresh_manifest(folder)
     assert again.training.steps == 7
     assert again.stages == made.stages
-    folder.settings.write_text(folder.settings.read_text().replace("count = 3", "count = 2"))
+    edit(folder, ("count = 3", "count = 2"))
     assert refresh_manifest(folder).stage_count == 2
 
 

@@ -20,9 +20,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from kits.coordinator.commands import complaint
-from kits.peer_names import named
-from kits.runs.no_data import NO_DATA
+from kits.coordinator.commands import complaint, edit
+from kits.manifests import equal_stages, manifest_of
 from swarm_coordinator.cli.main import run as run_command
 from swarm_coordinator.configuration.run_settings import settings_differences
 from swarm_coordinator.durability.backup import make_backup
@@ -47,9 +46,6 @@ from swarm_shared.model.initialise import build_whole
 from swarm_shared.model.state import load_parameters
 from swarm_shared.run.manifest import (
     Manifest,
-    OptimizerConfig,
-    StageRange,
-    TrainingConfig,
 )
 from swarm_shared.run.model_config import RopeScaling
 
@@ -87,17 +83,9 @@ def continued(
 
 def in_stages(path: Path, given: GivenModel, stages: int) -> tuple[Manifest, RunFolder]:
     """The model cut into stages of one layer, without the data of a run."""
-    manifest = Manifest(
-        name="test",
-        organiser=named("Lord"),
-        model=given.config,
-        stages=tuple(StageRange(first_layer=n, end_layer=n + 1) for n in range(stages)),
-        data=NO_DATA,
-        training=TrainingConfig(
-            steps=5, microbatches_per_step=1, sequences_per_microbatch=1, seed=4
-        ),
-        optimizer=OptimizerConfig(learning_rate=0.05, warmup_steps=0),
-    )  # fmt: skip
+    manifest = manifest_of(
+        model=given.config, stages=equal_stages(stages, stages), data={"token_bytes": 2}
+    )
     folder = RunFolder.create(path)
     initial = write_initial_states(given, manifest, folder)
     return manifest.model_copy(update={"initial": initial}), folder
@@ -262,11 +250,10 @@ def test_where_a_run_begins_is_part_of_its_id(tmp_path: Path, text: str) -> None
 def test_an_edited_run_keeps_its_beginning_but_not_another_cut(tmp_path: Path, text: str) -> None:
     given = saved(tmp_path / "given", llama())
     manifest, folder = continued(tmp_path, text, given, 2)
-    settings = folder.settings.read_text()
-    folder.settings.write_text(settings.replace("weight_decay = 0.1", "weight_decay = 0.2"))
+    edit(folder, ("weight_decay = 0.1", "weight_decay = 0.2"))
     again = refresh_manifest(folder)
     assert (again.initial, again.optimizer.weight_decay) == (manifest.initial, 0.2)
-    folder.settings.write_text(settings.replace("count = 2", "count = 3"))
+    edit(folder, ("count = 2", "count = 3"))
     with pytest.raises(ConfigurationError, match="cut for 2 stage"):
         refresh_manifest(folder)
     assert load_manifest(folder) == again

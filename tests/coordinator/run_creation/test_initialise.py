@@ -12,6 +12,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
+from kits.coordinator.commands import edit
 from swarm_coordinator.configuration.run_settings import RunSettings, default_settings
 from swarm_coordinator.durability.run_files import (
     changed_settings,
@@ -268,16 +269,9 @@ def test_a_killed_init_leaves_no_run_and_the_next_one_tidies_up(tmp_path: Path, 
     assert names_in(tmp_path) == {"run", "kept", "some text"}
 
 
-def edit(folder: RunFolder, old: str, new: str) -> None:
-    content = folder.settings.read_text()
-    assert content.count(old) == 1
-    folder.settings.write_text(content.replace(old, new))
-
-
 def test_an_edited_run_toml_is_noticed_and_can_be_signed_anew(tmp_path: Path, text: Path):
     folder, before = initialised(tmp_path / "run", text)
-    edit(folder, "steps = 60\n", "steps = 77\n")
-    edit(folder, "count = 2\n", "count = 4\n")
+    edit(folder, ("steps = 60\n", "steps = 77\n"), ("count = 2\n", "count = 4\n"))
     differences = changed_settings(folder, load_settings(folder), load_manifest(folder))
     assert [line.split(" is ")[0] for line in differences] == ["[stages] count", "[training] steps"]
     after = refresh_manifest(folder)
@@ -289,9 +283,12 @@ def test_an_edited_run_toml_is_noticed_and_can_be_signed_anew(tmp_path: Path, te
 
 def test_an_edit_that_needs_other_data_is_noticed_and_refused(tmp_path: Path, text: Path):
     folder, before = initialised(tmp_path / "run", text)
-    edit(folder, f'source = "{text}"', 'source = "python-stdlib"')
-    edit(folder, "heldout_share = 0.05", "heldout_share = 0.1")
-    edit(folder, 'tokenizer = "bytes"', 'tokenizer = "bpe"')
+    edit(
+        folder,
+        (f'source = "{text}"', 'source = "python-stdlib"'),
+        ("heldout_share = 0.05", "heldout_share = 0.1"),
+        ('tokenizer = "bytes"', 'tokenizer = "bpe"'),
+    )
     differences = changed_settings(folder, load_settings(folder), before)
     assert len(differences) == 3
     with pytest.raises(ConfigurationError, match=r"does not fit its run\.toml .*\[data\] source"):
@@ -411,8 +408,11 @@ def test_data_made_with_another_column_or_tokenizer_is_noticed(
 ):
     chosen = {"data__tokenizer": str(amino_acids), "data__column": "sequence"}
     folder, manifest = initialised(tmp_path / "run", proteins, **chosen)
-    edit(folder, 'column = "sequence"', 'column = "id"')
-    edit(folder, f'tokenizer = "{amino_acids}"', 'tokenizer = "bytes"')
+    edit(
+        folder,
+        ('column = "sequence"', 'column = "id"'),
+        (f'tokenizer = "{amino_acids}"', 'tokenizer = "bytes"'),
+    )
     differences = changed_settings(folder, load_settings(folder), manifest)
     assert [line.split(" is ")[0] for line in differences] == ["[data] column", "[data] tokenizer"]
     with pytest.raises(ConfigurationError, match="does not fit its run"):

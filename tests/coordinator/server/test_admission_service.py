@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 import trio
 
+from kits.coordinator.commands import edit
 from kits.coordinator.leaves import fetch_leaf
 from kits.coordinator.shell_world import Client, client, hello_for, make_run, served
 from kits.peer_names import named
+from kits.waiting import until
 from swarm_coordinator.admission.authority import CERTIFICATE_SECONDS
 from swarm_coordinator.admission.requests import (
     CreateToken,
@@ -129,8 +131,7 @@ async def test_a_token_expires(token_run: RunFolder) -> None:
         made = (await order(token_run, CreateToken(expires_seconds=0.5)))["details"]
         early, late = Identity.generate(), Identity.generate()
         assert await tries(run.invite, early, made["secret"]) == "welcome"
-        while time.time() < made["expires_at"]:
-            await trio.sleep(0.05)
+        await until(lambda: time.time() >= made["expires_at"])
         assert "has expired" in await tries(run.invite, late, made["secret"])
         assert await tries(run.invite, early, made["secret"]) == "welcome"
 
@@ -205,9 +206,7 @@ async def test_a_banned_peer_is_out_within_seconds_and_all_peers_have_the_ban(
             roster = await one.until(Roster, lambda r: identity.peer_id in r.revoked)
             assert {r.peer for r in roster.peers} == {o.node.peer_id for o in good}
         # Its connection ends, too, so that nothing else of it goes on here.
-        with trio.fail_after(WITHIN_SECONDS):
-            while bad.node.is_connected(run.invite.coordinator):
-                await trio.sleep(0.05)
+        await until(lambda: not bad.node.is_connected(run.invite.coordinator), WITHIN_SECONDS)
         assert "it cheats" in await tries(run.invite, identity)
         assert any("it cheats" in line for line in run.lines)
 
@@ -336,9 +335,7 @@ async def test_another_mode_refuses_peers_that_the_former_one_admitted(folder: R
     async with served(folder) as run:
         for peer in (anna, bert):
             assert await tries(run.invite, peer) == "welcome"
-    text = folder.settings.read_text()
-    assert 'mode = "open"' in text
-    folder.settings.write_text(text.replace('mode = "open"', 'mode = "allow-list"'))
+    edit(folder, ('mode = "open"', 'mode = "allow-list"'))
     await order(folder, PeerAllowed(peer=bert.peer_id))
     async with served(folder) as run, client(run.invite, bert) as one:
         assert "not on it" in await tries(run.invite, anna)
@@ -451,9 +448,7 @@ async def test_a_command_waits_for_a_coordinator_that_is_just_starting(
             await trio.sleep(0.5)
             assert answers == []
             async with served(folder):
-                with trio.fail_after(10):
-                    while not answers:
-                        await trio.sleep(0.05)
+                await until(lambda: answers, 10)
     assert answers[0]["text"].startswith("banned ")
 
 

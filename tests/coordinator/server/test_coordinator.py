@@ -29,6 +29,7 @@ from kits.coordinator.shell_world import (
     snapshot_content,
     train_to_the_end,
 )
+from kits.waiting import until
 from swarm_coordinator.core.events import (
     Ban,
     Command,
@@ -392,8 +393,7 @@ async def test_the_run_goes_on_after_ctrl_c_where_it_stopped(folder: RunFolder) 
         volunteers = crew_of(run.invite, run.manifest, folder.path)
 
         async def stop_after_three_steps() -> None:
-            while len(history(folder.database).steps) < 3:
-                await trio.sleep(0.02)
+            await until(lambda: len(history(folder.database).steps) >= 3)
             os.kill(os.getpid(), signal.SIGINT)
 
         async with trio.open_nursery() as nursery:
@@ -457,8 +457,7 @@ async def test_a_run_whose_database_was_lost_continues_from_its_checkpoint(
         let_checkpoints_keep_up(folder, volunteers)
 
         async def end_at_the_checkpoint() -> None:
-            while history(folder.database).restored.checkpoint is None:
-                await trio.sleep(0.02)
+            await until(lambda: history(folder.database).restored.checkpoint is not None)
             run.scope.cancel()
 
         async with trio.open_nursery() as nursery:

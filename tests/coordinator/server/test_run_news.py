@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kits import lost_audit
 from kits.peer_names import named
-from kits.swarm_world.event_bench import Bench
+from kits.swarm_world.event_bench import Bench, joined
 from swarm_coordinator.core.events import AppliedStep, StageShare, VerdictRecord
 from swarm_coordinator.core.trust.audits import AuditSettings
 from swarm_coordinator.server.run_news import (
@@ -128,8 +128,7 @@ def test_there_is_news_after_a_step_and_when_the_run_waits_and_not_too_often() -
 
 
 def test_the_more_volunteers_the_less_often_news_are_sent() -> None:
-    bench = Bench()
-    bench.join_all("a0", "a1")
+    bench = joined("a0", "a1")
     for number in range(3000):
         bench.attach(f"visitor {number}")
     desk = desk_of(bench)
@@ -163,8 +162,7 @@ def test_the_largest_news_are_bounded_and_parse() -> None:
 
 
 def test_a_loss_that_is_no_number_is_none() -> None:
-    bench = Bench()
-    bench.join_all("a0", "a1")
+    bench = joined("a0", "a1")
     bench.one_step()
     assert bench.run.history.last_applied is not None
     object.__setattr__(bench.run.history.last_applied, "loss", math.nan)

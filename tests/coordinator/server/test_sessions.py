@@ -6,9 +6,10 @@ import pytest
 import trio
 import trio.testing
 
+from kits.members import peer_record
 from swarm_coordinator.server import sessions as module
 from swarm_coordinator.server.sessions import WRITERS_PER_TURN, ClientSessions, MessageEncoder
-from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
+from swarm_shared.base.types import MicrobatchIndex, PeerId, Step
 from swarm_shared.protocol import (
     Close,
     Goodbye,
@@ -110,10 +111,7 @@ async def test_a_large_roster_is_encoded_a_little_at_a_time_and_once_for_all_new
         Roster(
             serial=serial,
             peers=tuple(
-                PeerRecord(
-                    peer=PeerId(f"peer-{number}"), stage=StageIndex(0), addresses=(),
-                    certificate="c", microbatches_per_second=serial * number,
-                )
+                peer_record(f"peer-{number}", microbatches_per_second=serial * number)
                 for number in range(7)
             ),
         )
@@ -142,10 +140,8 @@ async def test_a_large_roster_is_encoded_a_little_at_a_time_and_once_for_all_new
 
 def test_a_roster_is_encoded_in_parts_as_it_would_be_whole() -> None:
     def record(peer: str, rate: float = 1.0) -> PeerRecord:
-        return PeerRecord(
-            peer=PeerId(peer), stage=StageIndex(0), addresses=("/ip4/192.0.2.1/tcp/1",),
-            certificate="c", microbatches_per_second=rate,
-        )  # fmt: skip
+        addresses = ("/ip4/192.0.2.1/tcp/1",)
+        return peer_record(peer, addresses=addresses, microbatches_per_second=rate)
 
     encoder = MessageEncoder()
     first, second, other = record("a"), record('quoted "b"'), record("a", 2.0)

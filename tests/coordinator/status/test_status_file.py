@@ -1,4 +1,4 @@
-"""The status document: its text, its encoding and the run's health."""
+"""The status document: its text and its encoding."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from swarm_coordinator.status.document import PathRow, PeerRow, StatusDocument, health_of
+from swarm_coordinator.status.document import PathRow, PeerRow, StatusDocument
 from swarm_coordinator.status.status_file import ROWS_PER_TURN, encode_document, read_status
 from swarm_coordinator.status.text import PATHS_SHOWN, status_lines
 from swarm_shared.base.errors import StorageError
@@ -193,27 +193,3 @@ def test_a_damaged_status_is_refused_in_a_sentence(
     path.write_text(content)
     with pytest.raises(StorageError, match=rf"status\.json {words}"):
         read_status(path)
-
-
-@pytest.mark.parametrize(
-    ("changes", "state", "sentence"),
-    [
-        ({}, "healthy", "Every stage has a reachable peer; stage 0 has only one."),
-        ({"peers": []}, "degraded", "No reachable peer holds stage 0."),
-        ({"waiting_for": "a peer"}, "waiting", "Waiting for a peer."),
-        ({"phase": "waiting for peers"}, "waiting", "Training has not begun."),
-        ({"diverged": True}, "degraded", "The loss is not finite: training has diverged."),
-        (
-            {"phase": "finished", "heldout_loss": 3.5},
-            "finished",
-            "All 2 steps are applied, held-out loss 3.5000.",
-        ),
-    ],
-)
-def test_health_is_a_state_and_its_reason(
-    changes: dict[str, Any], state: str, sentence: str
-) -> None:
-    stages = [{"stage": 0, "peers": 1}]
-    peers = [{"peer": ANNA, "stage": 0, "phase": "ready", "version": 1}]
-    found = health_of(document(**{"stages": stages, "peers": peers, **changes}), 4.5)
-    assert (found.state, found.sentence) == (state, sentence)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import trio
 
+from kits.coordinator.commands import edit
 from kits.coordinator.coordinator_lab import (
     Lab,
     Lasting,
@@ -68,16 +69,13 @@ def pair(template: Path, path: Path, place: PostgresqlLocation) -> Iterator[Pair
     for name, port in zip(("first", "second"), ports, strict=True):
         shutil.copytree(template, path / name)
         folder = RunFolder(path / name)
-        text = folder.settings.read_text()
-        for line, value in (
+        edit(
+            folder,
             ('store = "sqlite"', f"store = {toml_value(place.url)}"),
             ("lease_seconds = 5", f"lease_seconds = {LEASE_SECONDS}"),
             ("listen_port = 0", f"listen_port = {port}"),
             ("announce = []", f"announce = {toml_value(announced)}"),
-        ):
-            assert line in text
-            text = text.replace(line, value)
-        folder.settings.write_text(text)
+        )
         folders.append(folder)
     with coordinators(path / "a") as one, coordinators(path / "b") as other:
         yield Pair((folders[0], folders[1]), (one, other), place)

@@ -13,6 +13,7 @@ import numpy as np
 import trio
 
 from kits.averaging.membership import RUN
+from kits.members import peer_record
 from swarm_client.averaging.all_reduce.codec import dtype_of
 from swarm_client.averaging.all_reduce.errors import RoundFailed
 from swarm_client.averaging.handle.options import AveragingOptions
@@ -70,14 +71,7 @@ class Peer:
         return self.identity.peer_id
 
     def record(self, stage: int = 0) -> PeerRecord:
-        return PeerRecord(
-            peer=self.id,
-            stage=StageIndex(stage),
-            addresses=self.node.addresses,
-            certificate="",
-            microbatches_per_second=1.0,
-            carrier=self.carrier,
-        )
+        return peer_record(self.id, stage, addresses=self.node.addresses, carrier=self.carrier)
 
     @property
     def carrier(self) -> CarrierAddress | None:

@@ -1,4 +1,5 @@
-"""`swarm-coordinator` as an organiser types it: in this process, and as a process of its own."""
+"""What an organiser does: edit `run.toml`, and type `swarm-coordinator`, in this process and as a
+process of its own."""
 
 from __future__ import annotations
 
@@ -11,6 +12,17 @@ import pytest
 
 from swarm_coordinator.cli.main import run
 from swarm_coordinator.run_dir.folder import RunFolder
+
+
+def edit(folder: RunFolder, *changes: tuple[str, str]) -> str:
+    """Edit a run's `run.toml`, as an organiser does: each text that stands there once is replaced
+    by another one. Returns what was written before."""
+    before = text = folder.settings.read_text()
+    for old, new in changes:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    folder.settings.write_text(text)
+    return before
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: object) -> str:

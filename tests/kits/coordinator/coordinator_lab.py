@@ -15,6 +15,7 @@ from pathlib import Path
 import trio
 
 from kits.coordinator.shell_world import Volunteer, crew_of
+from kits.processes import has_ended
 from swarm_coordinator.durability.journal_audit import StepShape, check_database
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.storage.connection import DatabaseLocation
@@ -52,16 +53,9 @@ class Process:
             for line in self.text().splitlines():
                 if line.startswith("swarm1"):
                     return Invite.decode(line)
-            if not Path(f"/proc/{self.pid}").exists() or _is_zombie(self.pid):
+            if has_ended(self.pid):
                 raise AssertionError(f"it ended: {self.text()}")
             await trio.sleep(0.01)
-
-
-def _is_zombie(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
-    except OSError:
-        return True
 
 
 @dataclass

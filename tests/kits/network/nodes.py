@@ -17,6 +17,7 @@ from libp2p.relay.circuit_v2.pb.circuit_pb2 import HopMessage
 from libp2p.relay.circuit_v2.pb.circuit_pb2 import PeerId as PeerMessage
 from libp2p.stream_muxer.exceptions import MuxedStreamError
 
+from kits.waiting import until
 from swarm_shared.base.types import PeerId
 from swarm_shared.identity.keys import Identity
 from swarm_shared.network import FramedStream, FrameLimits, Node, RelayLimits, open_node
@@ -26,13 +27,6 @@ from swarm_shared.network.nat.circuit import HOP_PROTOCOL, read_message, write_m
 ANY_PORT = "/ip4/127.0.0.1/tcp/0"
 LIMITS = FrameLimits(max_header_bytes=1000, max_payload_bytes=2**20)
 ECHO = "/test/echo/1"
-
-
-async def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
-    """Waits for what nothing tells of; TooSlowError when it does not come."""
-    with trio.fail_after(seconds):
-        while not condition():
-            await trio.sleep(0.005)
 
 
 async def echo(stream: FramedStream) -> None:

@@ -3,36 +3,30 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from kits.coordinator.run import put_checkpoint
-from kits.peer_names import named
-from kits.runs.no_data import NO_DATA
+from kits.manifests import manifest_of, stage_ranges
 from swarm_coordinator.core.events import CheckpointRecord
 from swarm_coordinator.durability.run_files import load_manifest
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_shared.model.initialise import build_stage
 from swarm_shared.model.state import save_state
-from swarm_shared.run.manifest import Manifest, OptimizerConfig, StageRange, TrainingConfig
-from swarm_shared.run.model_config import ModelConfig
+from swarm_shared.run.manifest import Manifest
 
 
-def small_manifest(*, tied: bool) -> Manifest:
-    """A model of three layers in two stages."""
-    return Manifest(
-        name="test",
-        organiser=named("Lord"),
-        model=ModelConfig(
-            vocabulary_size=300, hidden_size=64, intermediate_size=96, layers=3, heads=4,
-            key_value_heads=2, sequence_length=32, tie_embeddings=tied,
-        ),
-        stages=(StageRange(first_layer=0, end_layer=2), StageRange(first_layer=2, end_layer=3)),
-        data=NO_DATA,
-        training=TrainingConfig(
-            steps=5, microbatches_per_step=1, sequences_per_microbatch=1, seed=4
-        ),
-        optimizer=OptimizerConfig(learning_rate=0.05, warmup_steps=0),
+def small_manifest(**changes: Any) -> Manifest:
+    """A model of three layers in two stages; `changes` are of the model."""
+    return manifest_of(
+        model={
+            "vocabulary_size": 300, "hidden_size": 64, "intermediate_size": 96, "layers": 3,
+            "heads": 4, "key_value_heads": 2, "sequence_length": 32, **changes,
+        },
+        stages=stage_ranges(2, 3), data={"token_bytes": 2},
+        training={"steps": 5, "microbatches_per_step": 1, "sequences_per_microbatch": 1, "seed": 4},
+        optimizer={"learning_rate": 0.05, "warmup_steps": 0},
     )  # fmt: skip
 
 

@@ -429,3 +429,10 @@ class Bench:
             record = cls.checkpoint_of(options.get("stages", 2), checkpoint)
         last = cls.applied_step(version, attempt) if version else None
         return cls(events.Restored(2, Version(version), last, record, False, None), **options)
+
+
+def joined(*names: str, **options: Any) -> Bench:
+    """A bench whose peers of these names (`Bench.join_all`) have joined."""
+    bench = Bench(**options)
+    bench.join_all(*names)
+    return bench

@@ -12,22 +12,15 @@ from enum import StrEnum
 from typing import Literal
 
 from benchmarks.simulator.swarm_rule import choose_swarm_moves
+from kits import manifests
+from kits.members import peer_record
 from kits.memory import takes
 from kits.swarm_world.sums import SumLie
 from swarm_coordinator.core.state.moves import RebalancingRule, RebalancingSettings
-from swarm_shared.base.types import PeerId, StageIndex
-from swarm_shared.protocol import PeerRecord
 from swarm_shared.run.manifest import (
-    CodecsConfig,
-    DataConfig,
-    LimitsConfig,
     Manifest,
-    OptimizerConfig,
-    ShardInfo,
     StageRange,
-    TrainingConfig,
 )
-from swarm_shared.run.model_config import ModelConfig
 from swarm_shared.scheduling.placement import MovePolicy
 
 Cell = tuple[int, int]
@@ -39,10 +32,7 @@ Params = tuple[tuple[int, int], ...]
 TOKENS = 4
 """Tokens of a microbatch."""
 
-COORDINATOR = PeerRecord(
-    peer=PeerId("coordinator"), stage=StageIndex(0), addresses=(), certificate="",
-    microbatches_per_second=0.0,
-)  # fmt: skip
+COORDINATOR = peer_record("coordinator", microbatches_per_second=0.0)
 
 
 CERTIFICATE_SECONDS = 40.0
@@ -102,36 +92,26 @@ class Fault:
 
 
 def manifest_of(options: Options) -> Manifest:
-    shard = {"tokens": 10, "merkle_root": "0" * 64}
-    return Manifest(
+    return manifests.manifest_of(
         name="sim",
         organiser="coordinator",
-        model=ModelConfig(
-            vocabulary_size=16, hidden_size=8, intermediate_size=8, layers=options.stages,
-            heads=1, key_value_heads=1, sequence_length=2, tie_embeddings=options.tied,
-        ),
+        model={
+            "vocabulary_size": 16, "layers": options.stages, "sequence_length": 2,
+            "tie_embeddings": options.tied,
+        },
         stages=tuple(
             StageRange(first_layer=i, end_layer=i + 1, memory=takes(100), work_flops=1.0)
             for i in range(options.stages)
         ),
-        data=DataConfig(
-            token_bytes=1, tokenizer="bytes", unigram_entropy_nats=1.0,
-            shards=(
-                ShardInfo(name="a.tokens", split="train", **shard),
-                ShardInfo(name="b.tokens", split="heldout", **shard),
-            ),
-        ),
-        training=TrainingConfig(
-            steps=options.steps, microbatches_per_step=options.microbatches,
-            sequences_per_microbatch=2, seed=0, evaluation_microbatches=options.evaluation,
-            staleness=options.staleness,
-        ),
-        optimizer=OptimizerConfig(learning_rate=0.1, warmup_steps=1),
-        limits=LimitsConfig(
-            join_hold_seconds=5.0, round_stall_seconds=3.0, lease_seconds=20.0,
-            starting_peers_per_stage=options.starting,
-        ),
-        codecs=CodecsConfig(average="exact" if options.check_sums else "none"),
+        training={
+            "steps": options.steps, "microbatches_per_step": options.microbatches, "seed": 0,
+            "evaluation_microbatches": options.evaluation, "staleness": options.staleness,
+        },
+        limits={
+            "join_hold_seconds": 5.0, "round_stall_seconds": 3.0, "lease_seconds": 20.0,
+            "starting_peers_per_stage": options.starting,
+        },
+        codecs={"average": "exact" if options.check_sums else "none"},
         checkpoint_steps=options.checkpoint_steps,
     )  # fmt: skip
 

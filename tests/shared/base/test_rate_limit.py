@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.clock import Clock
+from kits.clock import Clock
 from swarm_shared.base.rate_limit import RateLimit
 
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kits import lost_audit
+from kits.manifests import manifest_of, stage_ranges
 from kits.peer_names import named
-from shared.manifests import manifest_of, stage_ranges
 from swarm_shared.base.errors import ProtocolError, SwarmError
 from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.types import PeerId, StageIndex, Step

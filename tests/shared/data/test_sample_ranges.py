@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shared.manifests import manifest_of
+from kits.manifests import manifest_of
 from swarm_shared.base.errors import DataError, ProtocolError
 from swarm_shared.data import merkle
 from swarm_shared.data.leaf_files import LeafFiles, ShardSamples

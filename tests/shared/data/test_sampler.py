@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.manifests import manifest_of, shard
+from kits.manifests import manifest_of, shard
 from swarm_shared.base.errors import DataError, ProtocolError
 from swarm_shared.data.leaf_files import ShardSamples
 from swarm_shared.data.sampler import heldout_slots, permuted, training_slots

@@ -6,16 +6,15 @@ import base64
 
 import pytest
 
+from kits.members import certificate
 from swarm_shared.base.errors import AdmissionError
-from swarm_shared.base.types import Generation, RunId
+from swarm_shared.base.types import RunId
 from swarm_shared.identity.credentials import (
     CLOCK_SKEW_SECONDS,
-    MembershipCertificate,
     check_certificate,
 )
 from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.probe_pass import PASS_SECONDS, check_probe_pass, sign_probe_pass
-from swarm_shared.identity.signing import encode_envelope
 
 RUN, OTHER_RUN = RunId("ab" * 32), RunId("cd" * 32)
 ORGANISER, VISITOR, STRANGER = (Identity.from_seed(bytes([i]) * 32) for i in (1, 2, 3))
@@ -44,10 +43,6 @@ def test_a_pass_is_no_certificate_and_a_certificate_no_pass() -> None:
         check_certificate(
             base64.b64decode(PASS), RUN, ORGANISER.peer_id, NOW, VISITOR.peer_id
         )  # fmt: skip
-    certificate = MembershipCertificate(
-        peer=VISITOR.peer_id, run=RUN, generation=Generation(1), not_before=NOW,
-        expires=NOW + 100, role="volunteer",
-    )  # fmt: skip
-    text = encode_envelope(certificate.sign(ORGANISER))
+    text = certificate(VISITOR.peer_id, RUN, ORGANISER, now=NOW)
     with pytest.raises(AdmissionError):
         check_probe_pass(text, RUN, ORGANISER.peer_id, NOW, VISITOR.peer_id)

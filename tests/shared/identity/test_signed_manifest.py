@@ -1,12 +1,11 @@
 from __future__ import annotations
 
 import hashlib
-import json
 
 import pytest
 from pydantic import ValidationError
 
-from shared.manifests import manifest_of, shard
+from kits.manifests import manifest_of, shard
 from swarm_shared.base.errors import FrameError, SignatureError
 from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.signed_manifest import (
@@ -93,17 +92,6 @@ def test_an_invite_outlives_a_longer_run_other_limits_and_other_addresses():
     assert run_id_of(one) == run_id_of(other)
 
 
-def test_a_manifest_from_before_there_were_codecs_says_none_and_names_the_same_run():
-    manifest = signable()
-    old = json.loads(manifest.model_dump_json())
-    del old["codecs"]
-    read = Manifest.model_validate_json(json.dumps(old))
-    assert read == manifest
-    assert read.codecs == CodecsConfig(activation="none", gradient="none")
-    assert run_id_of(read) == run_id_of(manifest)
-    assert read.activation_bytes == read.gradient_bytes == 128 * 128 * 4
-
-
 def test_a_runs_id_is_the_hash_of_its_canonical_json():
     manifest = signable(organiser="somebody")
     model = manifest.model.model_dump()
@@ -144,13 +132,9 @@ def test_a_model_with_bottlenecks_is_another_run():
     assert len({run_id_of(manifest), narrow, run_id_of(Manifest.model_validate(words))}) == 3
 
 
-def test_a_manifest_from_before_averages_had_a_codec_averages_in_float32():
-    manifest = signable(codecs={"activation": "int8", "gradient": "int4"})
-    old = json.loads(manifest.model_dump_json())
-    del old["codecs"]["average"]
-    read = Manifest.model_validate_json(json.dumps(old))
-    assert read == manifest
-    assert read.codecs.average == "none"
+def test_a_manifest_that_names_no_codecs_has_none():
+    none = CodecsConfig(activation="none", gradient="none", average="none")
+    assert signable().codecs == none
 
 
 @pytest.mark.parametrize(

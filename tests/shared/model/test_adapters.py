@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from kits.peer_names import named
-from kits.runs.no_data import NO_DATA
+from kits.manifests import manifest_of, stage_ranges
 from swarm_shared.base.errors import ProtocolError
 from swarm_shared.model import (
     FlatLayout,
@@ -27,7 +26,7 @@ from swarm_shared.model import (
     state_to_tensors,
 )
 from swarm_shared.model.initialise import build_whole
-from swarm_shared.run.manifest import Manifest, OptimizerConfig, StageRange, TrainingConfig
+from swarm_shared.run.manifest import Manifest
 from swarm_shared.run.model_config import ALL_TARGETS, AdapterConfig, ModelConfig
 from swarm_shared.scheduling.placement.memory_need import check_stage_memory, least_stage_memory
 from swarm_shared.scheduling.placement.stage_sizes import stage_sizes
@@ -44,21 +43,7 @@ def config(targets: tuple[Any, ...] = ALL_TARGETS, rank: int = RANK, **blocks: A
 
 
 def manifest(model: ModelConfig, *ends: int) -> Manifest:
-    starts = (0, *ends[:-1])
-    return Manifest(
-        name="test",
-        organiser=named("Lord"),
-        model=model,
-        stages=tuple(
-            StageRange(first_layer=low, end_layer=high)
-            for low, high in zip(starts, ends, strict=True)
-        ),
-        data=NO_DATA,
-        training=TrainingConfig(
-            steps=5, microbatches_per_step=1, sequences_per_microbatch=2, seed=4
-        ),
-        optimizer=OptimizerConfig(learning_rate=0.05, warmup_steps=0),
-    )
+    return manifest_of(model=model, stages=stage_ranges(*ends))
 
 
 def tokens(stage: Stage) -> torch.Tensor:

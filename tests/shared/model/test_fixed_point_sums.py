@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from client.stage.worker.test_stage_runner import make_manifest
+from kits.client.stage_runners import make_manifest
 from swarm_shared.model.fixed_point_sums import EXACT_BITS, Quantum, mean_gradient, quantum_of
 from swarm_shared.run.manifest import CodecsConfig, Manifest
 

@@ -17,8 +17,8 @@ from kits.network.nodes import (
     connections,
     hold_slot,
     says_hello,
-    until,
 )
+from kits.waiting import until
 from swarm_shared.base.errors import LinkTimeout, NetworkError
 from swarm_shared.identity.keys import Identity
 from swarm_shared.network import dialer

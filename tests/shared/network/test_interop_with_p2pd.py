@@ -11,7 +11,8 @@ import pytest
 import trio
 
 from kits.network import p2pd_pair
-from kits.network.nodes import a_relay, until
+from kits.network.nodes import a_relay
+from kits.waiting import until
 
 # Starting two daemons takes long.
 pytestmark = pytest.mark.process

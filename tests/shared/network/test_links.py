@@ -18,8 +18,8 @@ from kits.network.nodes import (
     connections,
     hold_slot,
     says_hello,
-    until,
 )
+from kits.waiting import until
 from swarm_shared.network import Node, links
 from swarm_shared.network.links import MIN_SAMPLE_SECONDS, RATE_DECAY, RateMeter
 from swarm_shared.protocol import PathKind

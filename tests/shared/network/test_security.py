@@ -28,6 +28,7 @@ from libp2p.stream_muxer.exceptions import MuxedStreamReset
 from libp2p.stream_muxer.mplex.mplex import MPLEX_PROTOCOL_ID, Mplex
 from multiaddr import Multiaddr
 
+from kits.waiting import until
 from swarm_shared.base.errors import FrameError, NetworkError
 from swarm_shared.identity.keys import Identity
 from swarm_shared.network import FramedStream, FrameLimits, Node, open_node
@@ -320,9 +321,7 @@ async def test_a_window_is_charged_by_the_memory_it_takes_however_the_data_is_cu
             while connection.queue.queued_bytes and not together:
                 await trio.sleep(0)
         sent = sum(map(len, frames))
-        with trio.fail_after(20):
-            while before - theirs._receive_window < sent:
-                await trio.sleep(0.01)
+        await until(lambda: before - theirs._receive_window >= sent, 20)
         assert held_bytes(theirs) <= 2.5 * sent + 1024, "bytes of the window, and bytes held"
 
 

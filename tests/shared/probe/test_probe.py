@@ -10,17 +10,17 @@ from contextlib import asynccontextmanager
 import pytest
 import trio
 
+from kits.members import ORGANISER, certificate
 from kits.memory import needs, takes
+from kits.waiting import until
 from swarm_shared.base.endpoint import Endpoint
 from swarm_shared.base.errors import AdmissionError, FrameError, LinkClosed
-from swarm_shared.base.types import Generation, PeerId, RunId
+from swarm_shared.base.types import PeerId, RunId
 from swarm_shared.identity.credentials import (
-    MembershipCertificate,
     check_certificate,
 )
 from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.probe_pass import sign_probe_pass
-from swarm_shared.identity.signing import encode_envelope
 from swarm_shared.network import FramedStream, Node, open_node
 from swarm_shared.probe import server as probe_module
 from swarm_shared.probe.client import CLIENT_LIMITS, Probe, ProbeBusy, open_probe
@@ -48,7 +48,6 @@ from swarm_shared.protocol import (
 
 ANY_PORT = "/ip4/127.0.0.1/tcp/0"
 RUN = RunId("ab" * 32)
-ORGANISER = Identity.from_seed(b"o" * 32)
 HELLO = DoctorHello(run=RUN, software=SOFTWARE_VERSION)
 NOW = 1_800_000_000.0
 
@@ -319,22 +318,12 @@ async def test_what_a_visit_took_comes_free_with_its_end() -> None:
             async with visitor(observer) as (_, probe):
                 await probe.download_rate()
                 assert serving.measuring.value == 0
-            with trio.fail_after(5):
-                while serving._active_peers:
-                    await trio.sleep(0.01)
+            await until(lambda: not serving._active_peers, 5)
             assert serving.measuring.value == 1
             assert not serving._addresses
 
 
 # ---------------------------------------------------------------- who may visit a volunteer
-
-
-def certificate(holder: Identity, run: RunId = RUN) -> str:
-    value = MembershipCertificate(
-        peer=holder.peer_id, run=run, generation=Generation(1), not_before=NOW,
-        expires=NOW + 100, role="volunteer",
-    )  # fmt: skip
-    return encode_envelope(value.sign(ORGANISER))
 
 
 def check_member(remote: PeerId, run: RunId, text: str) -> None:
@@ -346,7 +335,7 @@ def test_a_volunteer_answers_members_and_visitors_with_a_pass() -> None:
     judge = answer_members_only(RUN, ORGANISER.peer_id, check_member, lambda: NOW)
     their_pass = sign_probe_pass(ORGANISER, me.peer_id, RUN, NOW)
     for hello in (
-        HELLO.model_copy(update={"certificate": certificate(me)}),
+        HELLO.model_copy(update={"certificate": certificate(me.peer_id, RUN, now=NOW)}),
         HELLO.model_copy(update={"probe_pass": their_pass}),
     ):
         assert judge(me.peer_id, hello) == DoctorWelcome()

@@ -10,39 +10,16 @@ from typing import Any
 
 import pytest
 
+from kits.manifests import manifest_of
 from swarm_shared.base.errors import FrameError
 from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.signed_manifest import MANIFEST_DOMAIN, open_manifest
 from swarm_shared.identity.signing import JSON_PAYLOAD_TYPE, seal
 from swarm_shared.run.manifest import (
-    DataConfig,
     Manifest,
-    OptimizerConfig,
-    ShardInfo,
-    StageRange,
-    TrainingConfig,
 )
-from swarm_shared.run.model_config import preset
 
 ORGANISER = Identity.from_seed(b"o" * 32)
-
-
-def a_manifest() -> Manifest:
-    shards = tuple(
-        ShardInfo(name=f"{split}.tokens", split=split, tokens=1000, merkle_root="0" * 64)
-        for split in ("train", "heldout")
-    )
-    return Manifest(
-        name="test",
-        organiser=ORGANISER.peer_id,
-        model=preset("tiny").model,
-        stages=(StageRange(first_layer=0, end_layer=4),),
-        data=DataConfig(token_bytes=1, shards=shards, tokenizer="bytes", unigram_entropy_nats=3.0),
-        training=TrainingConfig(
-            steps=3, microbatches_per_step=2, sequences_per_microbatch=1, seed=1
-        ),
-        optimizer=OptimizerConfig(learning_rate=0.1, warmup_steps=1),
-    )
 
 
 def fields(
@@ -100,7 +77,7 @@ def test_every_list_and_text_of_a_manifest_has_a_longest_length():
     ],
 )
 def test_a_volunteer_refuses_a_number_outside_its_range(section: str, name: str, value: float):
-    content = json.loads(a_manifest().model_dump_json())
+    content = json.loads(manifest_of(organiser=ORGANISER.peer_id).model_dump_json())
     content[section][name] = value
     envelope = seal(ORGANISER, MANIFEST_DOMAIN, JSON_PAYLOAD_TYPE, json.dumps(content).encode())
     with pytest.raises(FrameError, match=rf"{section}\.{name}: Input should be"):

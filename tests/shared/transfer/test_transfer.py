@@ -14,11 +14,10 @@ from pathlib import Path
 import pytest
 import trio
 
+from kits.members import ORGANISER, certificate
 from swarm_shared.base.errors import NetworkError, StorageError
-from swarm_shared.base.types import Generation, PeerId, RunId
-from swarm_shared.identity.credentials import MembershipCertificate
+from swarm_shared.base.types import PeerId, RunId
 from swarm_shared.identity.keys import Identity
-from swarm_shared.identity.signing import encode_envelope
 from swarm_shared.network import FramedStream, Node, open_node
 from swarm_shared.protocol import (
     TRANSFER_PROTOCOL,
@@ -39,7 +38,6 @@ from swarm_shared.transfer.transfer import (
     serve_transfers,
 )
 
-ORGANISER = Identity.from_seed(b"o" * 32)
 RUN = RunId("ab" * 32)
 NOW = 1_000_000.0
 ITEM = "state/7/0"
@@ -53,12 +51,8 @@ def sha(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def certificate_for(peer: PeerId, expires: float = NOW + 60) -> str:
-    certificate = MembershipCertificate(
-        peer=peer, run=RUN, generation=Generation(1), not_before=NOW - 60, expires=expires,
-        role="volunteer",
-    )  # fmt: skip
-    return encode_envelope(certificate.sign(ORGANISER))
+def certificate_for(peer: PeerId, seconds: float = 60) -> str:
+    return certificate(peer, RUN, now=NOW, seconds=seconds)
 
 
 @dataclass
@@ -292,7 +286,7 @@ async def test_a_stranger_gets_nothing(tmp_path: Path) -> None:
         own = certificate_for(net.fetcher.peer_id)
         for certificate, run, reason in (
             (certificate_for(Identity.generate().peer_id), RUN, "shows the certificate of"),
-            (certificate_for(net.fetcher.peer_id, expires=NOW - 600), RUN, "expired"),
+            (certificate_for(net.fetcher.peer_id, seconds=-600), RUN, "expired"),
             ("", RUN, "no certificate"),
             ("not base64!", RUN, "base64"),
             (own, RunId("cd" * 32), "serves run"),

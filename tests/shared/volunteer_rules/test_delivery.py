@@ -397,31 +397,12 @@ def test_a_copy_goes_by_the_shortest_delay_and_waits_for_no_planned_peer() -> No
     assert sent.is_copy, "so that the next stage knows it, too"
 
 
-def test_an_answer_that_comes_late_but_first_is_taken_and_the_second_request_cancelled() -> None:
-    sender = Sender(A, B)
-    first = the_transmit(sender.submit())
-    question = the_question(sender.pass_time(OVERDUE))
-    second = the_transmit(sender.mask(question.query, 1))
-    assert sender.answer(first.request) == [
-        CancelRequest(second.request), Completed(1, first.request),
-    ]  # fmt: skip
-
-
 def test_an_answer_while_the_hedge_asks_for_its_mask_ends_both() -> None:
     sender = Sender(A, B)
     first = the_transmit(sender.submit())
     question = the_question(sender.pass_time(OVERDUE))
     assert sender.answer(first.request) == [Completed(1, first.request)]
     assert sender.mask(question.query, 1) == []
-
-
-def test_one_hedge_after_the_other_begins() -> None:
-    sender = Sender(A, B, C)
-    sender.submit()
-    question = the_question(sender.pass_time(OVERDUE))
-    assert sender.pass_time(10 * SOON) == []  # the coordinator takes its time
-    sender.mask(question.query, 1)
-    assert the_question(sender.pass_time(OVERDUE)).delivery == question.delivery
 
 
 def test_without_a_coordinator_a_microbatch_is_not_hedged_and_its_answer_still_taken() -> None:
@@ -564,14 +545,6 @@ def test_a_peer_that_moves_finishes_what_it_has_and_gets_nothing_more() -> None:
     assert isinstance(question, AskMask)
 
 
-def test_a_peer_that_has_moved_while_its_edge_opened_gets_nothing() -> None:
-    sender = Sender(A, slow_to_open=[A])
-    assert sender.submit() == [OpenEdge(A)]
-    sender.roster(also_present=[A])
-    sender.dispatcher.opened(A, 2, sender.now)
-    assert sender.actions() == [CloseEdge(A)]
-
-
 def test_over_a_better_link_a_new_edge_is_opened_and_what_is_on_the_old_one_finishes() -> None:
     sender = Sender(A, slow_to_open=[A])
     sender.submit(0)
@@ -607,14 +580,6 @@ def test_what_is_of_a_step_that_is_over_is_abandoned_wherever_it_is() -> None:
     assert sender.submit(5, step=1) == [Abandoned(sender.numbers[5], "the step is over")]
     assert sender.answer(later.request) == [Completed(later.delivery, later.request)]
     assert sender.pass_time(10.0) == []
-
-
-def test_without_a_stage_of_its_own_a_sender_abandons_everything() -> None:
-    sender = Sender(A)
-    sent = the_transmit(sender.submit())
-    sender.dispatcher.oldest_step_is(None, sender.now)
-    assert sender.actions() == [CancelRequest(sent.request), Abandoned(1, "the step is over")]
-    assert sender.submit(step=9) == [Abandoned(sender.numbers[1], "the step is over")]
 
 
 def test_a_delivery_that_is_withdrawn_is_cancelled_and_makes_room() -> None:

@@ -173,14 +173,6 @@ def test_a_stage_is_started_loaded_served_and_ready() -> None:
     assert not workers.tenures.all_ended
 
 
-def test_another_stage_starts_when_the_worker_before_it_has_ended() -> None:
-    workers = Workers()
-    first = workers.holds(0)
-    assert workers.assign(1) == [ForgetSnapshots(), EndTenure(first)]
-    second = Load(TenureNumber(2), 2, assignment(1))
-    assert workers.end(first) == [StartTenure(second, replaces_held=True)]
-
-
 def test_the_same_stage_assigned_again_keeps_its_worker_and_is_not_served_meanwhile() -> None:
     workers = Workers()
     first = workers.holds(0)

@@ -177,17 +177,6 @@ def test_a_removal_that_is_aborted_leaves_no_receipt_without_a_gradient() -> Non
     assert peer.account.count(1) == 1
 
 
-def test_an_average_that_was_aborted_is_not_applied() -> None:
-    peer = peer_with(0)
-    peer.closes(0)
-    peer.run()
-    peer.aborts()
-    assert peer.close.averaged_attempt is None
-    peer.applies()
-    peer.run()
-    assert peer.decided == [Rejoin(), DropPrepared()]
-
-
 @pytest.mark.parametrize(("step", "attempt"), [(1, 2), (2, 1)])
 def test_a_step_that_is_not_averaged_here_is_not_applied_and_the_peer_attaches_again(
     step: int, attempt: int
@@ -364,18 +353,6 @@ def test_when_one_of_the_averages_fails_nothing_is_applied_in_either(lane: Lane)
     peer.run()
     assert not peer.switched
     assert peer.decided == [StepApplied(0, 1, 2), DropPrepared()]
-
-
-def test_an_attempt_that_is_aborted_is_not_switched_with() -> None:
-    peer = moving_peer()
-    peer.run()
-    peer.aborts()
-    peer.closes(0, 3, attempt=2)
-    peer.run()
-    peer.applies(attempt=2)
-    peer.run()
-    assert peer.sent[-1] == Applied(step=1, digest="of HELD", norm=1.0)
-    assert not peer.switched
 
 
 def test_a_move_without_a_prepared_stage_fails_and_counts_nothing() -> None:

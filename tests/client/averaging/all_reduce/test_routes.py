@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kits.averaging.memory_carrier import MemoryChannel
-from shared.clock import Clock
+from kits.clock import Clock
 from swarm_client.averaging.all_reduce.errors import RouteAbsentError
 from swarm_client.averaging.all_reduce.routes import (
     FIRST_ROUTE_BACKOFF_SECONDS,

@@ -18,6 +18,7 @@ import trio
 
 from kits.averaging.memory_carrier import MemoryChannel
 from kits.peer_names import named
+from kits.waiting import until
 from swarm_client.averaging.all_reduce.carrier import IncomingStream
 from swarm_client.averaging.all_reduce.frames import HELLO_BYTES, StreamHello
 from swarm_client.averaging.all_reduce.routes import Route
@@ -143,29 +144,19 @@ async def test_what_came_before_the_remotes_end_is_read_and_writing_meanwhile_is
         assert await stream.receive_some(1) == b""
 
 
-async def test_a_remote_that_does_not_read_holds_the_worker_back(tmp_path: Path) -> None:
-    async with daemon(tmp_path) as d, await d.connect() as stream:
-        await read_head(stream, open_answers)
-        sent = 0
-        with trio.move_on_after(0.5) as patience:
-            while True:
-                await stream.send_all(bytes(64 * 1024))
-                sent += 64 * 1024
-        assert patience.cancelled_caught
-        # A few pieces here and in the channel, and what the socket's own buffers hold.
-        assert sent < 16 * PIECE_BYTES
-
-
-async def test_a_worker_that_does_not_read_holds_the_remote_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("silent", ["the remote", "the worker"])
+async def test_an_end_that_does_not_read_holds_the_other_back(tmp_path: Path, silent: str) -> None:
     async with daemon(tmp_path) as d, await d.connect() as stream:
         await read_head(stream, open_answers)
         assert d.remote_end is not None
+        send = stream.send_all if silent == "the remote" else d.remote_end.send
         sent = 0
         with trio.move_on_after(0.5) as patience:
             while True:
-                await d.remote_end.send(bytes(64 * 1024))
+                await send(bytes(64 * 1024))
                 sent += 64 * 1024
         assert patience.cancelled_caught
+        # A few pieces here and in the channel, and what the socket's own buffers hold.
         assert sent < 16 * PIECE_BYTES
 
 
@@ -181,8 +172,7 @@ async def test_an_opening_that_the_worker_gives_up_is_given_up_here(tmp_path: Pa
     async with daemon(tmp_path) as d:
         d.delay_seconds = 1000.0
         stream = await d.connect()
-        while not d.asked:
-            await trio.sleep(0.001)
+        await until(lambda: d.asked)
         await stream.aclose()
         await d.given_up.wait()
 

@@ -19,6 +19,7 @@ import pytest
 import trio
 
 from kits.averaging.membership import Organiser
+from kits.members import peer_record
 from kits.peer_names import named
 from swarm_client.averaging.handle.options import AveragingOptions
 from swarm_client.averaging.handle.supervisor import AveragingWorker
@@ -28,10 +29,9 @@ from swarm_client.averaging.worker import dht
 from swarm_client.averaging.worker.authorizer import RunAuthorizer
 from swarm_client.averaging.worker.dht import DhtDirectory
 from swarm_shared.base.errors import NetworkError
-from swarm_shared.base.types import PeerId, RunId, StageIndex
+from swarm_shared.base.types import PeerId, RunId
 from swarm_shared.identity.credentials import CLOCK_SKEW_SECONDS
 from swarm_shared.identity.keys import Identity
-from swarm_shared.protocol import PeerRecord
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 
@@ -72,9 +72,9 @@ async def volunteers(home: Path, count: int) -> AsyncIterator[list[Volunteer]]:
 def signed_record(organiser: Organiser, member: Identity, expires: float, stage: int = 0) -> bytes:
     """A record as a daemon signs it."""
     certificate = organiser.membership(member, "").certificate
-    record = PeerRecord(
-        peer=member.peer_id, stage=StageIndex(stage), addresses=("/ip4/192.0.2.1/tcp/1",),
-        certificate=base64.b64encode(certificate).decode(), microbatches_per_second=1.0,
+    record = peer_record(
+        member.peer_id, stage, addresses=("/ip4/192.0.2.1/tcp/1",),
+        certificate=base64.b64encode(certificate).decode(),
     )  # fmt: skip
     return sign_record(member, record, expires)
 

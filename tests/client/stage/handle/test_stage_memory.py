@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 import trio
 
+from kits.manifests import manifest_of, stage_ranges
 from kits.memory import offers, takes
-from kits.peer_names import named
 from swarm_client.machine.devices import Device
 from swarm_client.machine.memory_limit import OVERHEAD_BYTES, _private_bytes
 from swarm_client.stage.handle.stage_memory import (
@@ -36,16 +36,10 @@ from swarm_shared.base.errors import CapacityError
 from swarm_shared.base.memory import MemoryOffer
 from swarm_shared.base.types import StageIndex
 from swarm_shared.run.manifest import (
-    CodecsConfig,
-    DataConfig,
     LimitsConfig,
     Manifest,
-    OptimizerConfig,
-    ShardInfo,
     StageRange,
-    TrainingConfig,
 )
-from swarm_shared.run.model_config import ModelConfig
 from swarm_shared.scheduling.placement.memory_need import least_stage_memory
 
 MIB = 2**20
@@ -53,25 +47,13 @@ MIB = 2**20
 
 def make_manifest(width: int, claimed_bytes: int | None = None, stage_queue: int = 4) -> Manifest:
     """A run of one layer of this width, which claims so much memory, or what it needs."""
-    shards = tuple(
-        ShardInfo(name=f"{split}.tokens", split=split, tokens=1000, merkle_root="0" * 64)
-        for split in ("train", "heldout")
-    )
-    manifest = Manifest(
-        name="hungry",
-        organiser=named("Lord"),
-        model=ModelConfig(
-            vocabulary_size=64, hidden_size=width, intermediate_size=4 * width, layers=1, heads=4,
-            key_value_heads=4, sequence_length=16,
-        ),
+    manifest = manifest_of(
+        model={
+            "vocabulary_size": 64, "hidden_size": width, "intermediate_size": 4 * width,
+            "heads": 4, "key_value_heads": 4, "sequence_length": 16,
+        },
         stages=(StageRange(first_layer=0, end_layer=1, memory=takes(claimed_bytes or 0)),),
-        data=DataConfig(token_bytes=1, shards=shards, tokenizer="bytes", unigram_entropy_nats=3.0),
-        training=TrainingConfig(
-            steps=10, microbatches_per_step=4, sequences_per_microbatch=2, seed=5
-        ),
-        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=0),
-        limits=LimitsConfig(stage_queue=stage_queue),
-        codecs=CodecsConfig(average="exact"),
+        limits={"stage_queue": stage_queue}, codecs={"average": "exact"},
     )  # fmt: skip
     if claimed_bytes is not None:
         return manifest
@@ -84,9 +66,7 @@ def make_inner_manifest() -> Manifest:
     34 MB of parameters."""
     plain = make_manifest(256)
     model = plain.model.model_copy(update={"layers": 10, "sequence_length": 256})
-    cuts = [(0, 1), (1, 9), (9, 10)]
-    stages = tuple(StageRange(first_layer=low, end_layer=high) for low, high in cuts)
-    return plain.model_copy(update={"model": model, "stages": stages})
+    return plain.model_copy(update={"model": model, "stages": stage_ranges(1, 9, 10)})
 
 
 def loader_of(manifest: Manifest, offered_bytes: int, folder: Path) -> StageLoader:

@@ -18,7 +18,7 @@ import torch
 import trio
 import trio.testing
 
-from kits.peer_names import named
+from kits.manifests import equal_stages, manifest_of
 from swarm_client.ipc import shared_memory
 from swarm_client.stage.handle.liveness import Outstanding
 from swarm_client.stage.handle.slots import Output
@@ -28,15 +28,8 @@ from swarm_shared.base.transcript import KeptTensors
 from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step, Version
 from swarm_shared.model import FlatLayout, build_stage, build_whole, global_norm
 from swarm_shared.run.manifest import (
-    DataConfig,
-    LimitsConfig,
     Manifest,
-    OptimizerConfig,
-    ShardInfo,
-    StageRange,
-    TrainingConfig,
 )
-from swarm_shared.run.model_config import ModelConfig
 
 pytestmark = pytest.mark.process
 
@@ -50,24 +43,14 @@ def namespace() -> str:
 
 
 def make_manifest(stages: int, stage_queue: int = 8) -> Manifest:
-    shards = tuple(
-        ShardInfo(name=f"{split}.tokens", split=split, tokens=1000, merkle_root="0" * 64)
-        for split in ("train", "heldout")
-    )
-    return Manifest(
-        name="test",
-        organiser=named("Lord"),
-        model=ModelConfig(
-            vocabulary_size=64, hidden_size=32, intermediate_size=48, layers=stages, heads=4,
-            key_value_heads=2, sequence_length=16,
-        ),
-        stages=tuple(StageRange(first_layer=i, end_layer=i + 1) for i in range(stages)),
-        data=DataConfig(token_bytes=1, shards=shards, tokenizer="bytes", unigram_entropy_nats=3.0),
-        training=TrainingConfig(
-            steps=10, microbatches_per_step=4, sequences_per_microbatch=2, seed=5
-        ),
-        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=0),
-        limits=LimitsConfig(stage_queue=stage_queue),
+    return manifest_of(
+        model={
+            "vocabulary_size": 64, "hidden_size": 32, "intermediate_size": 48, "layers": stages,
+            "heads": 4, "key_value_heads": 2, "sequence_length": 16,
+        },
+        stages=equal_stages(stages, stages),
+        optimizer={"learning_rate": 1e-2, "warmup_steps": 0},
+        limits={"stage_queue": stage_queue},
     )  # fmt: skip
 
 

@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Iterator
 
+import pytest
+import torch
+
+from kits.client.fake_accelerator import FakeAccelerator
 from swarm_client.stage.worker.graph_memory import GraphMemory
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeAccelerator]:
+    """A GPU that is at work."""
+    accelerator = FakeAccelerator("cuda")
+    with accelerator.at_work():
+        yield accelerator
 
 
 @pytest.fixture(autouse=True)

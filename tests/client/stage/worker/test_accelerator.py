@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from client.stage.worker.test_stage_runner import CPU, PLENTY, make_manifest, tokens_of
+from kits.client.device_pipeline import MANIFEST, Pipeline
 from kits.client.fake_accelerator import KINDS, FakeAccelerator
+from kits.client.stage_runners import CPU, PLENTY
 from swarm_client.stage.worker import accelerator as door
 from swarm_client.stage.worker.accelerator import (
     Accelerator,
@@ -20,8 +20,7 @@ from swarm_client.stage.worker.accelerator import (
     StreamAccelerator,
 )
 from swarm_client.stage.worker.self_test import run_self_test
-from swarm_client.stage.worker.stage_runner import BackwardResult, ForwardResult, StageRunner
-from swarm_client.stage.worker.step_runner import StepRunner
+from swarm_client.stage.worker.stage_runner import StageRunner
 from swarm_client.stage.worker.transfer.device_copier import (
     BUFFERS,
     DeviceCopier,
@@ -29,19 +28,10 @@ from swarm_client.stage.worker.transfer.device_copier import (
     WaitingCopier,
     device_copier,
 )
-from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step
-from swarm_shared.model import global_norm
-from swarm_shared.run.manifest import CodecsConfig, Manifest
-from swarm_shared.run.schedule import learning_rate
+from swarm_shared.base.types import StageIndex, Step
 
 pytestmark = pytest.mark.usefixtures("splits")
 STEPS = 2
-MICROBATCHES = 2
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(params=KINDS)
@@ -54,121 +44,13 @@ def fake(request: pytest.FixtureRequest) -> Iterator[FakeAccelerator]:
 # ---------------------------------------------------------------- training
 
 
-def sent(write: Any, tensor: torch.Tensor) -> memoryview:
-    slot = memoryview(bytearray(tensor.nbytes + 4096))
-    return slot[: write(tensor, slot)]
-
-
-class Pipeline:
-    """All stages of a run on one kind of device, and what they have computed."""
-
-    def __init__(
-        self, manifest: Manifest, accelerator: Accelerator, graph_budget: int,
-        streamed_bytes: int = 0, host_graph_bytes: int = 0,
-    ) -> None:  # fmt: skip
-        self._manifest = manifest
-        self.runners = [
-            StageRunner(
-                manifest,
-                StageIndex(i),
-                accelerator,
-                graph_budget,
-                PLENTY,
-                streamed_bytes=streamed_bytes,
-                host_graph_bytes=host_graph_bytes,
-            )
-            for i in range(manifest.stage_count)
-        ]
-        self.steps = [StepRunner(runner) for runner in self.runners]
-        self.losses: list[float] = []
-        self._requests = 0
-
-    def step(self, step: Step) -> list[str]:
-        """Train one step, with one microbatch taken out and computed again; the digests of the
-        parameters, and the transcripts of all that was counted."""
-        for number in range(MICROBATCHES):
-            self.microbatch(step, MicrobatchIndex(number))
-        middle = self.runners[0]
-        assert middle.uncommit(step, (MicrobatchIndex(0),))
-        self.microbatch(step, MicrobatchIndex(0))
-        return [*self._transcripts(), *self._close(step)]
-
-    def _transcripts(self) -> list[str]:
-        found: list[str] = []
-        for runner in self.runners:
-            runner.finish_hashing()
-            in_sums = runner.accumulator.transcripts
-            found += [in_sums[MicrobatchIndex(i)].model_dump_json() for i in range(MICROBATCHES)]
-        return found
-
-    def microbatch(self, step: Step, index: MicrobatchIndex) -> None:
-        inputs, targets = tokens_of(self._manifest, index)
-        self._requests += 1
-        payload = memoryview(bytearray(inputs.tobytes()))
-        results: list[tuple[StageRunner, BackwardResult]] = []
-        for runner in self.runners:
-            if runner.stage.is_last:
-                payload = memoryview(bytearray(bytes(payload) + targets.tobytes()))
-            if runner.copies_aside:
-                runner.prefetch(self._requests, payload)
-            result = runner.forward(self._requests, step, index, True, payload)
-            if isinstance(result, ForwardResult):
-                host = runner.copier.to_host(result.output)
-                payload = sent(runner.codec.write_output, host)
-                runner.output_sent(self._requests, payload)
-            else:
-                assert result.loss_sum is not None
-                self.losses.append(result.loss_sum)
-                results.append((runner, result))
-        for runner in (None, *reversed(self.runners[:-1])):
-            if runner is not None:
-                result = runner.backward(self._requests, payload)
-                results.append((runner, result))
-            owner, result = results[-1]
-            wire = None
-            if result.input_gradient is not None:
-                host = owner.copier.to_host(result.input_gradient)
-                payload = wire = sent(owner.codec.write_input_gradient, host)
-            owner.transcribe(self._requests, result, wire)
-            if result.owed is not None:
-                owner.weights(self._requests)
-
-    def _close(self, step: Step) -> list[str]:
-        tokens = MICROBATCHES * self._manifest.tokens_per_microbatch
-        flats = [runner.accumulator.totals() for runner in self.runners]
-        norms = [s.norm(step, tokens, flat) for s, flat in zip(self.steps, flats, strict=True)]
-        norm = global_norm([one.own_squared for one in norms])
-        rate = learning_rate(self._manifest.optimizer, self._manifest.training.steps, step)
-        return [
-            steps.apply(step, tokens, norm, rate, flat).digest
-            for steps, flat in zip(self.steps, flats, strict=True)
-        ]
-
-
-def comparable(manifest: Manifest) -> Manifest:
-    """A run whose attention is computed by one kernel on all devices: of grouped heads, whose
-    gradients a fused kernel of the processor's adds in an order of its own, there is none."""
-    model = manifest.model.model_copy(update={"key_value_heads": manifest.model.heads})
-    codecs = CodecsConfig(average="exact")
-    return manifest.model_copy(update={"model": model, "codecs": codecs})
-
-
-MANIFEST = comparable(make_manifest(3))
-
-
-def trained(accelerator: Accelerator, graph_budget: int) -> tuple[list[float], list[list[str]]]:
-    pipeline = Pipeline(MANIFEST, accelerator, graph_budget)
-    digests = [pipeline.step(Step(step)) for step in range(1, STEPS + 1)]
-    return pipeline.losses, digests
-
-
 @pytest.mark.parametrize("graph_budget", [PLENTY, 0], ids=["kept and split", "computed again"])
 def test_stages_on_an_accelerator_train_to_the_bits_of_the_processor(
     fake: FakeAccelerator, graph_budget: int
 ) -> None:
-    found = trained(fake, graph_budget)
+    found = Pipeline(MANIFEST, fake, graph_budget).train(STEPS)
     assert fake.calls["aten::mm"] > 50, "it was computed on the device"
-    assert found == trained(CPU, graph_budget)
+    assert found == Pipeline(MANIFEST, CPU, graph_budget).train(STEPS)
 
 
 def test_a_state_saved_on_one_kind_of_device_goes_on_on_another(

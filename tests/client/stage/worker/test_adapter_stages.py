@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from client.stage.worker.test_stage_runner import (
+from client.stage.worker.test_stage_runner import whole_gradients
+from kits.client.stage_runners import (
     PLENTY,
     STEP,
     accumulated_gradients,
@@ -19,7 +20,6 @@ from client.stage.worker.test_stage_runner import (
     runners_of,
     through,
     tokens_of,
-    whole_gradients,
 )
 from swarm_client.stage.worker.accelerator import processor
 from swarm_client.stage.worker.backward_pass import Graph, differentiate

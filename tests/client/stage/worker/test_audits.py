@@ -10,9 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from client.stage.worker.test_payloads import with_codecs
-from client.stage.worker.test_stage_runner import CPU, PLENTY, STEP, make_manifest, runners_of
-from client.stage.worker.test_transcripts import MICROBATCH, through
+from kits.client.stage_runners import (
+    CPU,
+    PLENTY,
+    STEP,
+    make_manifest,
+    runners_of,
+    through,
+    with_codecs,
+)
 from swarm_client.stage.protocol.errors import RequestFailed
 from swarm_client.stage.worker.accumulation.accumulator import KeptMicrobatch
 from swarm_client.stage.worker.audits import AuditRunner
@@ -34,14 +40,10 @@ from swarm_shared.run.codec_sizes import (
 from swarm_shared.run.manifest import Manifest
 from swarm_shared.run.model_config import ComputeDtype
 
+MICROBATCH = MicrobatchIndex(5)
 SEED = "5eed" * 8
 ROUNDING = 5e-5
 """Relative difference of two machines that round otherwise; within the tolerance of audits."""
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize("codec", ["none", "int8"])
@@ -50,7 +52,7 @@ def test_an_auditor_that_computes_alike_finds_the_receipts_transcript(
 ) -> None:
     manifest = with_codecs(make_manifest(3), codec, codec)
     audited, auditors = runners_of(manifest), runners_of(manifest)
-    receipts = through(audited, 1).transcripts()
+    receipts = through(audited, MICROBATCH).transcripts()
     for peer, auditor, receipt in zip(audited, auditors, receipts, strict=True):
         inputs, computed = tmp_path / "inputs", tmp_path / "computed"
         AuditRunner(peer).save_kept(STEP, MICROBATCH, inputs, KeptTensors.INPUTS)
@@ -65,7 +67,7 @@ def test_an_auditor_that_computes_alike_finds_the_receipts_transcript(
 def test_neighbours_give_to_the_bit_what_a_peer_has_received(tmp_path: Path, codec: str) -> None:
     manifest = with_codecs(make_manifest(3), codec, codec)
     runners = runners_of(manifest)
-    through(runners, 1)
+    through(runners, MICROBATCH)
     sent, received = tmp_path / "sent", tmp_path / "received"
     for before, own in itertools.pairwise(runners):
         AuditRunner(own).save_kept(STEP, MICROBATCH, received, KeptTensors.INPUTS)
@@ -78,7 +80,7 @@ def test_neighbours_give_to_the_bit_what_a_peer_has_received(tmp_path: Path, cod
 
 def test_an_end_stage_has_no_output_or_input_gradient_to_give(tmp_path: Path) -> None:
     runners = runners_of(make_manifest(3))
-    through(runners, 1)
+    through(runners, MICROBATCH)
     for runner, tensors in (
         (runners[0], KeptTensors.INPUT_GRADIENT),
         (runners[-1], KeptTensors.OUTPUT),
@@ -93,7 +95,7 @@ def test_a_neighbour_that_does_not_get_again_what_it_sent_gives_nothing(
     tmp_path: Path, tensors: KeptTensors
 ) -> None:
     runner = (runners := runners_of(make_manifest(3)))[1]
-    through(runners, 1)
+    through(runners, MICROBATCH)
     honest = runner.accumulator.transcripts[MICROBATCH]
     other = honest.model_copy(update={tensors.value: "f" * 32})
     runner.accumulator.transcripts[MICROBATCH] = other
@@ -107,9 +109,9 @@ def test_an_audit_changes_neither_accumulator_nor_parameters_nor_transcripts(
     manifest = make_manifest(3)
     with_audits, without = runners_of(manifest), runners_of(manifest)
     for microbatch in (MICROBATCH, 6):
-        through(without, microbatch, microbatch=microbatch)
+        through(without, microbatch)
     for microbatch in (MICROBATCH, 6):
-        through(with_audits, microbatch, microbatch=microbatch)
+        through(with_audits, microbatch)
         for runner in with_audits:
             audits = AuditRunner(runner)
             audits.save_kept(STEP, MICROBATCH, tmp_path / "inputs", KeptTensors.INPUTS)
@@ -129,7 +131,7 @@ def test_an_audit_changes_neither_accumulator_nor_parameters_nor_transcripts(
 def test_what_differs_is_found_and_measured_if_it_has_the_claimed_digests(tmp_path: Path) -> None:
     manifest = make_manifest(3)
     audited, auditors = runners_of(manifest), runners_of(manifest)
-    receipt = through(audited, 1).transcripts()[1]
+    receipt = through(audited, MICROBATCH).transcripts()[1]
     inputs, computed = tmp_path / "inputs", tmp_path / "computed"
     AuditRunner(audited[1]).save_kept(STEP, MICROBATCH, inputs, KeptTensors.INPUTS)
     AuditRunner(audited[1]).save_kept(STEP, MICROBATCH, computed, KeptTensors.COMPUTED)
@@ -148,7 +150,7 @@ def test_a_peer_whose_second_computation_gives_something_else_shows_it_to_nobody
 ) -> None:
     """Its first one had a fault: what it counted is not what the microbatch gives."""
     runners = runners_of(make_manifest(3))
-    through(runners, 1).transcripts()
+    through(runners, MICROBATCH).transcripts()
     for runner in runners:
         honest = runner.accumulator.transcripts[MICROBATCH]
         runner.accumulator.transcripts[MICROBATCH] = honest.model_copy(
@@ -194,7 +196,7 @@ def test_no_codec_makes_the_distance_of_unlike_machines_larger_than_their_roundi
     sent_apart = 0.0
     for microbatch in range(6):
         honest = runners_of(manifest)
-        through(honest, microbatch, microbatch=microbatch)
+        through(honest, microbatch)
         for index, auditor in enumerate(honest):
             audited = UnlikeRunner(manifest, StageIndex(index), CPU, PLENTY, PLENTY)
             kept = auditor.accumulator.contents.kept(MicrobatchIndex(microbatch))
@@ -253,7 +255,7 @@ def test_unlike_machines_agree_within_the_tolerance_of_their_dtype(
     manifest = with_codecs(make_manifest(2, dtype), codec, codec)
     inputs, computed = tmp_path / "inputs", tmp_path / "computed"
     honest = runners_of(manifest)
-    for audited, receipt in zip(honest, through(honest, 1).transcripts(), strict=True):
+    for audited, receipt in zip(honest, through(honest, MICROBATCH).transcripts(), strict=True):
         auditor = RoundsWithin(manifest, audited.stage_index, CPU, PLENTY, PLENTY)
         shows = AuditRunner(audited)
         shows.save_kept(STEP, MICROBATCH, inputs, KeptTensors.INPUTS)
@@ -268,7 +270,7 @@ def test_a_file_that_is_not_of_the_receipt_gives_no_distance(
     tmp_path: Path, content: bytes
 ) -> None:
     runners = runners_of(with_codecs(make_manifest(3), "int8", "int8"))
-    receipt = through(runners, 1).transcripts()[1]
+    receipt = through(runners, MICROBATCH).transcripts()[1]
     inputs, computed = tmp_path / "inputs", tmp_path / "computed"
     audits = AuditRunner(runners[1])
     audits.save_kept(STEP, MICROBATCH, inputs, KeptTensors.INPUTS)
@@ -305,7 +307,7 @@ def test_what_auditors_find_adds_up_to_what_a_member_puts_in(
     manifest = averaging(make_manifest(3, tied=tied), "exact")
     audited, auditors = runners_of(manifest), runners_of(manifest)
     for number in (5, 6, 7):
-        through(audited, number, microbatch=number)
+        through(audited, number)
     for peer, auditor in zip(audited, auditors, strict=True):
         sizes = {"own": peer.layout.own_count, "tied": peer.layout.tied_count}
         stops = {
@@ -326,7 +328,7 @@ def test_what_auditors_find_adds_up_to_what_a_member_puts_in(
 
 def test_sums_are_digested_only_where_they_are_exact_and_in_whole_slices(tmp_path: Path) -> None:
     runners = runners_of(averaging(make_manifest(3), "float16"))
-    through(runners, 1)
+    through(runners, MICROBATCH)
     AuditRunner(runners[0]).save_kept(STEP, MICROBATCH, tmp_path / "inputs", KeptTensors.INPUTS)
     assert AuditRunner(runners[0]).audit(STEP, tmp_path / "inputs", None, None, SEED).sums == ()
     count = runners[0].layout.own_count
@@ -340,7 +342,7 @@ def test_sums_are_digested_only_where_they_are_exact_and_in_whole_slices(tmp_pat
 
 def test_only_a_microbatch_of_an_open_step_whose_inputs_are_kept_is_shown(tmp_path: Path) -> None:
     runners = runners_of(make_manifest(3))
-    through(runners, 1)
+    through(runners, MICROBATCH)
     audits = AuditRunner(runners[0])
     with pytest.raises(RequestFailed, match="is not kept"):
         audits.save_kept(STEP, MicrobatchIndex(9), tmp_path / "inputs", KeptTensors.INPUTS)

@@ -15,11 +15,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from client.stage.worker.test_accelerator import MANIFEST
 from client.stage.worker.test_compute_loop import Rig
 from client.stage.worker.test_owed_weights import activation, counted, memory_ends_after
-from client.stage.worker.test_stage_runner import CPU, PLENTY, STEP, wire
+from kits.client.device_pipeline import MANIFEST
 from kits.client.fake_accelerator import DeferredWork, FakeAccelerator, FakeStream
+from kits.client.stage_runners import CPU, PLENTY, STEP, wire
 from swarm_client.stage.protocol import messages
 from swarm_client.stage.protocol.errors import RequestFailed
 from swarm_client.stage.worker.accelerator import Accelerator, processor
@@ -33,14 +33,6 @@ from swarm_shared.model.fixed_point_sums import Quantum, quantum_of
 pytestmark = pytest.mark.usefixtures("splits")
 T = TypeVar("T")
 MIDDLE = StageIndex(1)
-
-
-@pytest.fixture
-def fake() -> Iterator[FakeAccelerator]:
-    torch.set_num_threads(1)
-    accelerator = FakeAccelerator("cuda")
-    with accelerator.at_work():
-        yield accelerator
 
 
 def runner_on(accelerator: Accelerator) -> StageRunner:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from kits.peer_names import named
+from kits.manifests import manifest_of, stage_ranges
 from swarm_client.ipc.child_process import SyncLink
 from swarm_client.stage.protocol import messages
 from swarm_client.stage.worker.accelerator import Accelerator, processor
@@ -24,37 +24,19 @@ from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.json_messages import encode_prefixed
 from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step
 from swarm_shared.run.manifest import (
-    DataConfig,
     Manifest,
-    OptimizerConfig,
-    ShardInfo,
-    StageRange,
-    TrainingConfig,
 )
-from swarm_shared.run.model_config import ModelConfig
 
 SLOTS = 4
 
 
 def make_manifest(staleness: int = 0) -> Manifest:
-    shards = tuple(
-        ShardInfo(name=f"{split}.tokens", split=split, tokens=1000, merkle_root="0" * 64)
-        for split in ("train", "heldout")
-    )
-    return Manifest(
-        name="test",
-        organiser=named("Lord"),
-        model=ModelConfig(
-            vocabulary_size=64, hidden_size=16, intermediate_size=24, layers=2, heads=2,
-            key_value_heads=1, sequence_length=8,
-        ),
-        stages=(StageRange(first_layer=0, end_layer=1), StageRange(first_layer=1, end_layer=2)),
-        data=DataConfig(token_bytes=1, shards=shards, tokenizer="bytes", unigram_entropy_nats=3.0),
-        training=TrainingConfig(
-            steps=10, microbatches_per_step=4, sequences_per_microbatch=1, seed=5,
-            staleness=staleness,
-        ),
-        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=0),
+    return manifest_of(
+        model={
+            "vocabulary_size": 64, "hidden_size": 16, "layers": 2, "heads": 2, "sequence_length": 8,
+        },
+        stages=stage_ranges(1, 2),
+        training={"sequences_per_microbatch": 1, "staleness": staleness},
     )  # fmt: skip
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from client.stage.worker.test_accelerator import Pipeline, comparable
-from client.stage.worker.test_stage_runner import make_manifest
+from kits.client.device_pipeline import Pipeline, comparable
 from kits.client.fake_accelerator import FakeAccelerator, TimedOrder
+from kits.client.stage_runners import make_manifest
 from swarm_client.machine.devices import DeviceRates
 from swarm_client.stage.worker import accelerator as door
 from swarm_shared.base.memory import MachineBalance, StreamedWork

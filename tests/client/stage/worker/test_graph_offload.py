@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
-from itertools import pairwise
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from client.stage.worker.test_accelerator import MANIFEST, Pipeline
-from client.stage.worker.test_stage_runner import CPU, PLENTY
+from kits.client.device_pipeline import Pipeline, comparable
 from kits.client.fake_accelerator import FakeAccelerator, device_of
+from kits.client.stage_runners import CPU, PLENTY, make_manifest
+from kits.manifests import stage_ranges
 from swarm_client.stage.worker.transfer.graph_offload import GraphOffload
 from swarm_shared.base.types import Step
 from swarm_shared.model.layer_seconds import LayerSeconds
 from swarm_shared.run.graph_sizes import GraphSizes
-from swarm_shared.run.manifest import Manifest, StageRange
+from swarm_shared.run.manifest import Manifest
 
 pytestmark = pytest.mark.usefixtures("splits")
 LAYERS = 6
@@ -25,18 +25,11 @@ WORTH_IT, NOT_WORTH_IT = LayerSeconds(forward=1.0, copy=0.5), LayerSeconds(forwa
 
 def deep_manifest() -> Manifest:
     """Two stages, the first of six layers."""
-    model = MANIFEST.model.model_copy(update={"layers": LAYERS + 1})
-    cuts = pairwise((0, LAYERS, LAYERS + 1))
-    stages = tuple(StageRange(first_layer=low, end_layer=high) for low, high in cuts)
-    return MANIFEST.model_copy(update={"model": model, "stages": stages})
+    made = comparable(make_manifest(layers=LAYERS + 1))
+    return made.model_copy(update={"stages": stage_ranges(LAYERS, LAYERS + 1)})
 
 
 DEEP = deep_manifest()
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
@@ -151,13 +144,6 @@ class Squares:
     def gradient(self, layers: int) -> torch.Tensor:
         (found,) = torch.autograd.grad(self.output(layers).sum(), self.entry)
         return found
-
-
-@pytest.fixture
-def fake() -> Iterator[FakeAccelerator]:
-    accelerator = FakeAccelerator("cuda")
-    with accelerator.at_work():
-        yield accelerator
 
 
 @pytest.mark.parametrize("offloaded", [1, 2, 3, 4])

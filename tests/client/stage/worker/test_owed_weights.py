@@ -10,14 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from client.stage.worker.test_stage_runner import (
-    CPU,
-    PLENTY,
-    STEP,
-    make_manifest,
-    tokens_of,
-    wire,
-)
+from kits.client.stage_runners import CPU, PLENTY, STEP, make_manifest, tokens_of, wire
 from swarm_client.stage.protocol.errors import RequestFailed
 from swarm_client.stage.worker.accumulation.gradient_sums import CountedSums
 from swarm_client.stage.worker.stage_runner import BackwardResult, ForwardResult, StageRunner

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from client.stage.worker.test_stage_runner import (
+from client.stage.worker.test_stage_runner import closed
+from kits.client.stage_runners import (
     CPU,
     PLENTY,
-    closed,
     failure,
     make_manifest,
     runners_of,
@@ -31,11 +31,6 @@ from swarm_shared.run.schedule import learning_rate
 MICROBATCHES = 3
 STATE_OF_STAGE_0 = "61ddec0e440299a2774c302503f028a130e5cb51e758d70a8f0d586a3e18a831"
 """SHA-256 of its file at version 0 of a run without staleness, from before there was any."""
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def with_staleness(manifest: Manifest, staleness: int = 1) -> Manifest:

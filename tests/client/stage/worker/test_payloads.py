@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from client.stage.worker.test_stage_runner import (
+from kits.client.stage_runners import (
     CPU,
     PLENTY,
     STEP,
@@ -16,16 +16,18 @@ from client.stage.worker.test_stage_runner import (
     failure,
     make_manifest,
     runners_of,
+    through,
     tokens_of,
     wire,
+    with_codecs,
 )
 from swarm_client.pipeline.stage_server import stage_limits
-from swarm_client.stage.worker.stage_runner import BackwardResult, ForwardResult, StageRunner
+from swarm_client.stage.worker.stage_runner import StageRunner
 from swarm_coordinator.offline.reference import insert_boundary_codecs
 from swarm_shared.base.types import MicrobatchIndex, StageIndex
 from swarm_shared.model import build_whole
 from swarm_shared.run.codec_sizes import ACTIVATION_CODECS, GRADIENT_CODECS
-from swarm_shared.run.manifest import CodecsConfig, Manifest, StageRange
+from swarm_shared.run.manifest import Manifest, StageRange
 
 PAIRS = [
     *((codec, codec) for codec in ACTIVATION_CODECS if codec != "none"),
@@ -33,49 +35,6 @@ PAIRS = [
     ("none", "int4"),
     ("bfloat16", "topk"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-def with_codecs(manifest: Manifest, activation: str, gradient: str) -> Manifest:
-    codecs = CodecsConfig.model_validate({"activation": activation, "gradient": gradient})
-    return manifest.model_copy(update={"codecs": codecs})
-
-
-def in_slot(runner: StageRunner, tensor: torch.Tensor, write) -> memoryview:
-    """As the loop does it: into a slot of the worker's own size."""
-    slot = memoryview(bytearray(runner.sizes.slot_bytes))
-    return slot[: write(tensor, slot)]
-
-
-def through(
-    runners: Sequence[StageRunner], microbatch: int
-) -> tuple[float, list[memoryview], list[memoryview]]:
-    """The loss, and what crossed each border: activations and gradients, in the borders' order."""
-    index = MicrobatchIndex(microbatch)
-    number = microbatch + 1
-    inputs, targets = tokens_of(runners[0].manifest, microbatch)
-    activations: list[memoryview] = []
-    payload = wire(inputs)
-    for runner in runners[:-1]:
-        result = runner.forward(number, STEP, index, True, payload)
-        assert isinstance(result, ForwardResult)
-        payload = in_slot(runner, result.output, runner.codec.write_output)
-        activations.append(payload)
-    payload = memoryview(bytearray(payload.tobytes() + targets.tobytes()))
-    last = runners[-1].forward(number, STEP, index, True, payload)
-    assert isinstance(last, BackwardResult)
-    assert last.loss_sum is not None
-    gradients: list[memoryview] = []
-    answer, sender = last.input_gradient, runners[-1]
-    for runner in reversed(runners[:-1]):
-        assert answer is not None
-        gradients.insert(0, in_slot(sender, answer, sender.codec.write_input_gradient))
-        answer, sender = runner.backward(number, gradients[0]).input_gradient, runner
-    return last.loss_sum, activations, gradients
 
 
 def of_the_reference(
@@ -101,7 +60,7 @@ def test_stages_compute_what_the_reference_computes_with_the_same_codecs(
 ) -> None:
     manifest = with_codecs(make_manifest(3, dtype=dtype), activation, gradient)
     runners = runners_of(manifest)
-    losses = [through(runners, microbatch)[0] for microbatch in range(2)]
+    losses = [through(runners, microbatch).loss_sum for microbatch in range(2)]
     loss, expected = of_the_reference(manifest, range(2))
     assert sum(losses) == pytest.approx(loss, rel=1e-6)
     for runner in runners:
@@ -125,7 +84,7 @@ def test_borders_of_stages_without_layers_are_borders_too(ends: tuple[int, ...])
         for first, end in zip((0, *ends), ends, strict=False)
     )
     manifest = with_codecs(make_manifest(1).model_copy(update={"stages": cuts}), "int4", "int8")
-    loss, _, _ = through(runners_of(manifest), 0)
+    loss = through(runners_of(manifest), 0).loss_sum
     assert loss == pytest.approx(of_the_reference(manifest, [0])[0], rel=1e-6)
 
 
@@ -134,14 +93,14 @@ def test_borders_of_stages_without_layers_are_borders_too(ends: tuple[int, ...])
 def test_what_crosses_has_the_bytes_that_were_promised(activation: str, gradient: str) -> None:
     manifest = with_codecs(make_manifest(3), activation, gradient)
     runners = runners_of(manifest)
-    _, activations, gradients = through(runners, 0)
-    for border, (there, back) in enumerate(zip(activations, gradients, strict=True)):
-        assert there.nbytes == manifest.activation_bytes == runners[border].sizes.output_bytes
-        assert there.nbytes == runners[border + 1].sizes.input_bytes
-        assert back.nbytes == manifest.gradient_bytes
-        assert back.nbytes == runners[border].sizes.output_gradient_bytes
-        assert back.nbytes == runners[border + 1].sizes.input_gradient_bytes
-        assert max(there.nbytes, back.nbytes) <= stage_limits(manifest).max_payload_bytes
+    passed = through(runners, 0)
+    for border, (there, back) in enumerate(zip(passed.activations, passed.gradients, strict=True)):
+        assert len(there) == manifest.activation_bytes == runners[border].sizes.output_bytes
+        assert len(there) == runners[border + 1].sizes.input_bytes
+        assert len(back) == manifest.gradient_bytes
+        assert len(back) == runners[border].sizes.output_gradient_bytes
+        assert len(back) == runners[border + 1].sizes.input_gradient_bytes
+        assert max(len(there), len(back)) <= stage_limits(manifest).max_payload_bytes
     request = runners[-1].sizes.request_bytes
     assert request <= stage_limits(manifest).max_payload_bytes
 
@@ -151,7 +110,9 @@ def test_a_replica_answers_with_the_same_bytes() -> None:
     manifest = with_codecs(make_manifest(3), "int8", "int4")
     first, second = runners_of(manifest), runners_of(manifest, graph_budget=0)
     through(first, 7)
-    assert through(first, 0) == through(second, 0)
+    one, other = through(first, 0), through(second, 0)
+    assert (one.activations, one.gradients) == (other.activations, other.gradients)
+    assert one.loss_sum == other.loss_sum
 
 
 def test_what_is_taken_out_again_is_what_was_decoded() -> None:
@@ -189,6 +150,6 @@ def test_a_tensor_that_is_not_encoded_fits_what_copies_it_to_a_device() -> None:
 def test_a_single_stage_has_no_border() -> None:
     manifest = with_codecs(make_manifest(1), "int4", "topk")
     runner = StageRunner(manifest, StageIndex(0), CPU, PLENTY, PLENTY)
-    loss, activations, gradients = through([runner], 0)
-    assert (activations, gradients) == ([], [])
-    assert loss == pytest.approx(of_the_reference(make_manifest(1), [0])[0], rel=1e-6)
+    passed = through([runner], 0)
+    assert (passed.activations, passed.gradients) == ([], [])
+    assert passed.loss_sum == pytest.approx(of_the_reference(make_manifest(1), [0])[0], rel=1e-6)

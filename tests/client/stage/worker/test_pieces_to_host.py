@@ -25,13 +25,6 @@ def _small_pieces() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def fake() -> Iterator[FakeAccelerator]:
-    accelerator = FakeAccelerator("cuda")
-    with accelerator.at_work():
-        yield accelerator
-
-
 def reader_of(fake: FakeAccelerator) -> PiecesToHost:
     reader = pieces_to_host(fake)
     assert reader is not None

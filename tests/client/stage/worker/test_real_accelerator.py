@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from client.stage.worker.test_accelerator import Pipeline
 from client.stage.worker.test_graph_offload import LAYERS, WORTH_IT, deep_manifest
-from client.stage.worker.test_stage_runner import CPU, PLENTY
+from kits.client.device_pipeline import Pipeline
+from kits.client.stage_runners import CPU, PLENTY
 from swarm_client.stage.worker.accelerator import (
     Accelerator,
     accelerators,
@@ -56,11 +56,6 @@ def manifest_of(dtype: ComputeDtype, key_value_heads: int, staleness: int = 0) -
     return base.model_copy(update={"model": model, "training": training, "codecs": codecs})
 
 
-def trained(pipeline: Pipeline) -> tuple[list[float], list[list[str]]]:
-    digests = [pipeline.step(Step(step)) for step in range(1, STEPS + 1)]
-    return pipeline.losses, digests
-
-
 def kept(manifest: Manifest, accelerator: Accelerator) -> tuple[Pipeline, GraphSizes]:
     """A pipeline that keeps all graphs on the device, and the sizes of its first stage's."""
     pipeline = Pipeline(manifest, accelerator, PLENTY)
@@ -78,22 +73,22 @@ def test_every_plan_of_memory_gives_the_same_bits(
     matrices = LayerMatrices.of(manifest.model)
     streamed = matrices.streamable_bytes(1, staleness)  # the last stage has one layer
     pipeline, sizes = kept(manifest, accelerator)
-    expected = trained(pipeline)
-    assert trained(kept(manifest, accelerator)[0]) == expected, "the same plan"
-    assert trained(Pipeline(manifest, accelerator, 0)) == expected, "computed again"
-    found = trained(Pipeline(manifest, accelerator, PLENTY, streamed))
+    expected = pipeline.train(STEPS)
+    assert kept(manifest, accelerator)[0].train(STEPS) == expected, "the same plan"
+    assert Pipeline(manifest, accelerator, 0).train(STEPS) == expected, "computed again"
+    found = Pipeline(manifest, accelerator, PLENTY, streamed).train(STEPS)
     assert found == expected, "weights in host memory"
-    assert trained(Pipeline(manifest, accelerator, 0, streamed)) == expected, "both"
+    assert Pipeline(manifest, accelerator, 0, streamed).train(STEPS) == expected, "both"
     budget = sizes.working_bytes(0, LAYERS - 2) + LAYERS * sizes.input_bytes
     offloading = Pipeline(manifest, accelerator, budget, host_graph_bytes=PLENTY)
     offloading.runners[0].graphs.seconds = WORTH_IT
-    assert trained(offloading) == expected, "graphs in host memory"
+    assert offloading.train(STEPS) == expected, "graphs in host memory"
 
 
 def test_losses_are_those_of_the_processor_within_rounding(accelerator: Accelerator) -> None:
     manifest = manifest_of("float32", 2)
-    losses, _ = trained(Pipeline(manifest, accelerator, PLENTY))
-    expected, _ = trained(Pipeline(manifest, CPU, PLENTY))
+    losses, _ = Pipeline(manifest, accelerator, PLENTY).train(STEPS)
+    expected, _ = Pipeline(manifest, CPU, PLENTY).train(STEPS)
     assert losses == pytest.approx(expected, rel=CLOSE)
 
 

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from benchmarks.stage.live_bytes import LiveBytes
-from kits.client.shared_machine import SharedMachine
-from kits.peer_names import named
-from swarm_client.stage.protocol.errors import RequestFailed
+from kits.client.stage_runners import (
+    CPU,
+    PLENTY,
+    STEP,
+    accumulated_gradients,
+    failure,
+    make_manifest,
+    runners_of,
+    through,
+    tokens_of,
+    wire,
+)
+from kits.manifests import stage_ranges
 from swarm_client.stage.worker.accelerator import accelerators
 from swarm_client.stage.worker.compute_loop import _selected
 from swarm_client.stage.worker.stage_runner import BackwardResult, ForwardResult, StageRunner
@@ -23,101 +31,8 @@ from swarm_shared.model import FlatLayout, build_whole
 from swarm_shared.run.graph_sizes import GraphSizes
 from swarm_shared.run.manifest import (
     CodecsConfig,
-    DataConfig,
     Manifest,
-    OptimizerConfig,
-    ShardInfo,
-    StageRange,
-    TrainingConfig,
 )
-from swarm_shared.run.model_config import ModelConfig
-
-PLENTY = 2**30
-STEP = Step(1)
-CPU = SharedMachine()
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-def make_manifest(
-    stages: int = 2, dtype: str = "float32", tied: bool = False, **blocks: Any
-) -> Manifest:
-    layers = 3
-    cuts = [round(layers * index / stages) for index in range(stages + 1)]
-    shards = tuple(
-        ShardInfo(name=f"{split}.tokens", split=split, tokens=1000, merkle_root="0" * 64)
-        for split in ("train", "heldout")
-    )
-    return Manifest(
-        name="test",
-        organiser=named("Lord"),
-        model=ModelConfig(
-            vocabulary_size=64, hidden_size=32, intermediate_size=48, layers=layers, heads=4,
-            key_value_heads=2, sequence_length=16, tie_embeddings=tied, **blocks,
-        ),
-        stages=tuple(
-            StageRange(first_layer=low, end_layer=high)
-            for low, high in pairwise(cuts)
-        ),
-        data=DataConfig(token_bytes=1, shards=shards, tokenizer="bytes", unigram_entropy_nats=3.0),
-        training=TrainingConfig(
-            steps=10, microbatches_per_step=4, sequences_per_microbatch=2, dtype=dtype, seed=5
-        ),
-        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=0),
-    )  # fmt: skip
-
-
-def tokens_of(manifest: Manifest, microbatch: int) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs and targets, both (B, T), made from the microbatch's number."""
-    shape = (manifest.training.sequences_per_microbatch, manifest.model.sequence_length + 1)
-    samples = np.random.default_rng(microbatch).integers(0, 64, shape, dtype=np.uint32)
-    return samples[:, :-1].copy(), samples[:, 1:].copy()
-
-
-def wire(*tensors: np.ndarray | torch.Tensor) -> memoryview:
-    """Payload bytes, writable as slots are."""
-    parts = []
-    for tensor in tensors:
-        if isinstance(tensor, torch.Tensor):
-            parts.append(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-        else:
-            parts.append(tensor.tobytes())
-    return memoryview(bytearray(b"".join(parts)))
-
-
-def runners_of(
-    manifest: Manifest, graph_budget: int = PLENTY, kept_budget: int = PLENTY
-) -> list[StageRunner]:
-    return [
-        StageRunner(manifest, StageIndex(index), CPU, graph_budget, kept_budget)
-        for index in range(manifest.stage_count)
-    ]
-
-
-def through(
-    runners: Sequence[StageRunner], microbatch: int, accumulate: bool = True, request: int = 0
-) -> tuple[float, list[torch.Tensor | None]]:
-    """One microbatch through all stages; the loss and every stage's input gradient."""
-    manifest = runners[0].manifest
-    inputs, targets = tokens_of(manifest, microbatch)
-    number = request or microbatch + 1
-    index = MicrobatchIndex(microbatch)
-    payload: np.ndarray | torch.Tensor = inputs
-    for runner in runners[:-1]:
-        result = runner.forward(number, STEP, index, accumulate, wire(payload))
-        assert isinstance(result, ForwardResult)
-        payload = result.output
-    last = runners[-1].forward(number, STEP, index, accumulate, wire(payload, targets))
-    assert isinstance(last, BackwardResult)
-    assert last.loss_sum is not None
-    gradients = [last.input_gradient]
-    for runner in reversed(runners[:-1]):
-        assert gradients[0] is not None
-        gradients.insert(0, runner.backward(number, wire(gradients[0])).input_gradient)
-    return last.loss_sum, gradients
 
 
 def whole_gradients(manifest: Manifest, microbatches: Sequence[int]) -> dict[str, torch.Tensor]:
@@ -128,17 +43,6 @@ def whole_gradients(manifest: Manifest, microbatches: Sequence[int]) -> dict[str
             torch.from_numpy(inputs.astype(np.int64)), torch.from_numpy(targets.astype(np.int64))
         ).backward()
     return {name: parameter.grad for name, parameter in whole.named_parameters()}
-
-
-def accumulated_gradients(runner: StageRunner) -> dict[str, torch.Tensor]:
-    views = runner.layout.views(runner.accumulator.totals())
-    return {entry.name: view for entry, view in zip(runner.layout.entries, views, strict=True)}
-
-
-def failure(call, *arguments) -> str:
-    with pytest.raises(RequestFailed) as caught:
-        call(*arguments)
-    return caught.value.code
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3])
@@ -198,10 +102,7 @@ def test_only_as_many_graphs_are_kept_as_fit_the_budget() -> None:
 
 def deep_manifest() -> Manifest:
     """Four layers in two stages."""
-    manifest = make_manifest(2)
-    cuts = (StageRange(first_layer=0, end_layer=3), StageRange(first_layer=3, end_layer=4))
-    model = manifest.model.model_copy(update={"layers": 4})
-    return manifest.model_copy(update={"model": model, "stages": cuts})
+    return make_manifest(layers=4).model_copy(update={"stages": stage_ranges(3, 4)})
 
 
 def sizes_of(manifest: Manifest) -> GraphSizes:
@@ -283,16 +184,17 @@ def test_any_budget_gives_the_same_sums_and_gradients_to_the_bit(graphs: float) 
         assert isinstance(forward, ForwardResult)
         under_way.append(forward.output)
     for microbatch, output in enumerate(under_way):
-        loss, gradients = through(plenty, microbatch)
+        whole = through(plenty, microbatch)
         _, targets = tokens_of(manifest, microbatch)
         last = short[1].forward(
             microbatch + 1, STEP, MicrobatchIndex(microbatch), True, wire(output, targets)
         )
         assert isinstance(last, BackwardResult)
         assert last.input_gradient is not None
-        assert gradients[1] is not None
-        assert last.loss_sum == loss
-        assert torch.equal(last.input_gradient, gradients[1])
+        gradient = whole.input_gradients[1]
+        assert gradient is not None
+        assert last.loss_sum == whole.loss_sum
+        assert torch.equal(last.input_gradient, gradient)
         short[0].backward(microbatch + 1, wire(last.input_gradient))
     for one, other in zip(plenty, short, strict=True):
         assert torch.equal(one.accumulator.totals(), other.accumulator.totals())
@@ -325,13 +227,9 @@ def test_without_accumulate_the_input_gradient_is_the_same_and_nothing_is_added(
     manifest = make_manifest(3)
     counting = runners_of(manifest, graph_budget)
     passing = runners_of(manifest, graph_budget)
-    loss, gradients = through(counting, 0)
-    other_loss, other_gradients = through(passing, 0, accumulate=False)
-    assert loss == other_loss
-    for one, other in zip(gradients[1:], other_gradients[1:], strict=True):
-        assert one is not None
-        assert other is not None
-        assert torch.equal(one, other)
+    counted, passed = through(counting, 0), through(passing, 0, accumulate=False)
+    assert counted.loss_sum == passed.loss_sum
+    assert counted.gradients == passed.gradients
     for runner in passing:
         assert runner.accumulator.contents.microbatches() == ()
         assert not runner.accumulator.totals().any()

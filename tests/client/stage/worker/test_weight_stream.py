@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from client.stage.worker.test_accelerator import MANIFEST, Pipeline
-from client.stage.worker.test_stage_runner import CPU, PLENTY
+from kits.client.device_pipeline import MANIFEST, Pipeline
 from kits.client.fake_accelerator import FakeAccelerator, FakeEvent, FakeStream, device_of
+from kits.client.stage_runners import CPU, PLENTY
 from swarm_client.stage.worker.transfer.weight_stream import WeightStream, stream_weights
 from swarm_shared.base.types import Step, Version
 from swarm_shared.model import Stage, build_stage
@@ -27,16 +27,6 @@ LAYERS = MANIFEST.stages[1].end_layer - MANIFEST.stages[1].first_layer
 ALL_BYTES = LayerMatrices.of(MANIFEST.model).streamable_bytes(LAYERS, staleness=0)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-def trained(pipeline: Pipeline) -> tuple[list[float], list[list[str]]]:
-    digests = [pipeline.step(Step(step)) for step in range(1, STEPS + 1)]
-    return pipeline.losses, digests
-
-
 @pytest.mark.parametrize("graph_budget", [PLENTY, 0], ids=["kept and split", "computed again"])
 @pytest.mark.parametrize("streamed", [1, ALL_BYTES], ids=["a few weights", "all matrices"])
 @pytest.mark.parametrize("kind", ["cuda", "xpu"])
@@ -45,8 +35,8 @@ def test_a_stage_with_weights_on_the_host_trains_to_the_bits_of_one_without(
 ) -> None:
     fake = FakeAccelerator(kind)
     with fake.at_work():
-        found = trained(Pipeline(MANIFEST, fake, graph_budget, streamed))
-    assert found == trained(Pipeline(MANIFEST, CPU, graph_budget))
+        found = Pipeline(MANIFEST, fake, graph_budget, streamed).train(STEPS)
+    assert found == Pipeline(MANIFEST, CPU, graph_budget).train(STEPS)
 
 
 def test_both_versions_of_a_stage_with_staleness_are_streamed() -> None:
@@ -55,8 +45,8 @@ def test_both_versions_of_a_stage_with_staleness_are_streamed() -> None:
     )
     fake = FakeAccelerator("cuda")
     with fake.at_work():
-        found = trained(Pipeline(late, fake, PLENTY, ALL_BYTES))
-    assert found == trained(Pipeline(late, CPU, PLENTY))
+        found = Pipeline(late, fake, PLENTY, ALL_BYTES).train(STEPS)
+    assert found == Pipeline(late, CPU, PLENTY).train(STEPS)
 
 
 def test_a_state_leaves_and_enters_a_stage_whose_weights_are_on_the_host(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kits.swarm_world.event_bench import Bench
+from kits.swarm_world.event_bench import Bench, joined
 from kits.swarm_world.facts import COORDINATOR
 from swarm_coordinator.core.events import (
     CertificateIssued,
@@ -39,8 +39,7 @@ A0, A1, B0, B1 = (PeerId(name) for name in ("a0", "a1", "b0", "b1"))
 
 def staffed(**options: object) -> Bench:
     """Two peers at each of two stages, and the first step in progress."""
-    bench = Bench(**options)
-    bench.join_all("a0", "b0", "a1", "b1")
+    bench = joined("a0", "b0", "a1", "b1", **options)
     assert bench.run.phase is RunPhase.COLLECT
     return bench
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kits.swarm_world.event_bench import Bench
+from kits.swarm_world.event_bench import joined
 from swarm_coordinator.core.events import Note, ReceiptsVerified, Send, VerdictRecord
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.trust.audits import AuditBook, AuditSettings
@@ -48,8 +48,9 @@ class Fleet:
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
         book = AuditBook(AuditSettings(audit_share=1.0, probation_cells=0), self.rng.random)
-        self.bench = Bench(audits=book, microbatches=MICROBATCHES, steps=10_000)
-        self.bench.join_all(*self.kinds, "x1", "y1")
+        self.bench = joined(
+            *self.kinds, "x1", "y1", audits=book, microbatches=MICROBATCHES, steps=10_000
+        )
 
     def kind(self, peer: str) -> int:
         return self.kinds.get(peer, 0)

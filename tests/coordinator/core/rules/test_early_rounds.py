@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kits.swarm_world.event_bench import OTHER_DIGEST, Bench
+from kits.swarm_world.event_bench import OTHER_DIGEST, Bench, joined
 from swarm_coordinator.core.events import AppliedStep, Send, VerdictRecord
 from swarm_coordinator.core.rules.held_up import PACE_SHARE
 from swarm_coordinator.core.state.phases import RunPhase
@@ -16,9 +16,7 @@ ALL = ("a0", "b0", "a1", "b1")
 
 
 def collecting(*names: str, **options: Any) -> Bench:
-    bench = Bench(**options)
-    bench.join_all(*(names or ALL))
-    return bench
+    return joined(*(names or ALL), **options)
 
 
 def audited(*names: str, share: float = 0.0) -> Bench:

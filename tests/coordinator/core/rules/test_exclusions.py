@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kits.swarm_world.event_bench import Bench
+from kits.swarm_world.event_bench import Bench, joined
 from swarm_coordinator.core.rules import held_up
 from swarm_coordinator.core.rules.round_membership import ABORT_BACKOFF_SECONDS
 from swarm_coordinator.core.state.peers import PeerPhase
@@ -18,8 +18,7 @@ LIARS = ("e0", "f0")
 
 
 def closing() -> Bench:
-    bench = Bench(stages=1)
-    bench.join_all(*STAGE)
+    bench = joined(*STAGE, stages=1)
     to_close(bench)
     return bench
 
@@ -171,8 +170,7 @@ def test_one_that_failed_alone_in_an_earlier_step_sits_out_at_its_first_failure(
 
 def test_of_two_that_fail_together_in_a_second_step_the_lesser_one_rests_elsewhere() -> None:
     """Which of two is at fault nothing shows; in another stage it does no harm to be wrong."""
-    bench = Bench(stages=2)
-    bench.join_all(*STAGE, "a1", "b1")
+    bench = joined(*STAGE, "a1", "b1", stages=2)
     to_close(bench)
     for _ in range(2):
         excluded_after(bench, "a0", "f0")
@@ -189,8 +187,7 @@ def test_of_two_that_fail_together_in_a_second_step_the_lesser_one_rests_elsewhe
 
 
 def test_a_stage_whose_last_holder_leaves_is_taken_also_by_a_peer_at_odds_with_it() -> None:
-    bench = Bench(stages=2)
-    bench.join_all("a0", "b0", "a1")
+    bench = joined("a0", "b0", "a1", stages=2)
     bench.attach("f0")
     adversary, newcomer = (bench.peer(peer) for peer in ("a1", "f0"))
     held_up.record_at_odds(bench.run, adversary, newcomer, bench.now)
@@ -203,8 +200,7 @@ def test_a_stage_whose_last_holder_leaves_is_taken_also_by_a_peer_at_odds_with_i
 def test_a_joining_peer_avoids_a_stage_whose_holder_it_has_failed_to_average_with(
     are_at_odds: bool,
 ) -> None:
-    bench = Bench(stages=2)
-    bench.join_all("a0", "a1", "b1")
+    bench = joined("a0", "a1", "b1", stages=2)
     bench.attach("f0")
     if are_at_odds:
         held_up.record_at_odds(bench.run, bench.peer("a0"), bench.peer("f0"), bench.now)
@@ -225,8 +221,7 @@ def test_another_device_of_its_owner_avoids_that_stage_as_well() -> None:
 
 @pytest.mark.parametrize("accused", ["b0", "c0"])
 def test_of_two_owners_neither_is_most(accused: str) -> None:
-    bench = Bench(stages=1)
-    bench.join_all("a0", accused)
+    bench = joined("a0", accused, stages=1)
     to_close(bench)
     assert excluded_after(bench, "a0", accused) == set()
     assert excluded_after(bench, "a0", accused) == {accused}, "it came later"

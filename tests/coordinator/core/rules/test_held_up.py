@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kits.swarm_world.event_bench import Bench
+from kits.swarm_world.event_bench import Bench, joined
 from swarm_coordinator.core.rules import held_up
 from swarm_coordinator.core.state.held_time import (
     HELD_BUDGET_SECONDS,
@@ -29,9 +29,7 @@ LIMITS = {"lease_seconds": 120.0, "join_hold_seconds": 30.0}
 
 
 def collecting(*names: str, **options: int) -> Bench:
-    bench = Bench(limits=LIMITS, **{"steps": 1000, **options})
-    bench.join_all(*(names or ALL))
-    return bench
+    return joined(*(names or ALL), limits=LIMITS, **{"steps": 1000, **options})
 
 
 def held(bench: Bench, peer: str) -> float:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from kits.swarm_world.audits import WholeAuditsOnly
-from kits.swarm_world.event_bench import Bench
+from kits.swarm_world.event_bench import Bench, joined
 from swarm_coordinator.core.rules.auditing.auditors import AUDIT_SECONDS
 from swarm_coordinator.core.rules.closing import whole_audits
 from swarm_coordinator.core.state.phases import RunPhase
@@ -24,9 +24,7 @@ MEMBERS = ("a0", "b0", "a1", "b1", "a2", "b2")
 
 def benched(*names: str, book: type[AuditBook] = WholeAuditsOnly, **options: Any) -> Bench:
     values = {"stages": 3, "check_sums": True, "microbatches": 2} | options
-    bench = Bench(audits=book(WHOLE, lambda: 0.9), **values)
-    bench.join_all(*(names or MEMBERS))
-    return bench
+    return joined(*(names or MEMBERS), audits=book(WHOLE, lambda: 0.9), **values)
 
 
 def filled(*names: str, **options: Any) -> Bench:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kits.swarm_world.event_bench import Bench
+from kits.swarm_world.event_bench import Bench, joined
 from kits.swarm_world.facts import Options
 from kits.swarm_world.sweep import run_to_the_end
 from swarm_coordinator.core.events import (
@@ -43,8 +43,7 @@ def training(settings: AuditSettings = ROLLS_BACK, **options: Any) -> tuple[Benc
     """Four owners in the first stage, of which the first counts; a checkpoint in each version."""
     lots = Lots()
     defaults = {"checkpoint_steps": 1, "keep": 3, "steps": 1000}
-    bench = Bench(audits=AuditBook(settings, lots), **{**defaults, **options})
-    bench.join_all(*NAMES)
+    bench = joined(*NAMES, audits=AuditBook(settings, lots), **{**defaults, **options})
     return bench, lots
 
 

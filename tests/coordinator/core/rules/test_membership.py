@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kits.memory import offers
-from kits.swarm_world.event_bench import COORDINATOR, SHA, Bench
+from kits.swarm_world.event_bench import COORDINATOR, SHA, Bench, joined
 from swarm_coordinator.core.events import (
     AppliedStep,
     CloseSession,
@@ -51,8 +51,7 @@ def kinds(commands: list[Command], peer: str) -> list[str]:
 
 def training() -> Bench:
     """Two peers a stage, one step done, the second being collected."""
-    bench = Bench(limits={"join_hold_seconds": 5.0})
-    bench.join_all("a0", "b0", "a1", "b1")
+    bench = joined("a0", "b0", "a1", "b1", limits={"join_hold_seconds": 5.0})
     bench.one_step()
     assert bench.run.history.version == 1
     assert bench.run.phase is RunPhase.COLLECT
@@ -174,8 +173,7 @@ def test_a_peer_that_joins_in_mid_run_gets_its_stage_from_the_replicas() -> None
 
 def test_others_are_asked_for_a_snapshot_when_those_that_were_asked_have_left() -> None:
     holders = ["a0", "b0", "c0", "d0", "e0"]
-    bench = Bench(limits={"join_hold_seconds": 5.0})
-    bench.join_all(*holders, "a1")
+    bench = joined(*holders, "a1", limits={"join_hold_seconds": 5.0})
     bench.one_step()
     bench.request("f0", 0, wanted_stage=0)
     asked = [peer for peer in holders if bench.sent(peer, SaveSnapshot, bench.log)]
@@ -610,8 +608,7 @@ def test_a_full_stage_takes_no_peer_that_joins_returns_or_moves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(membership, "MAX_STAGE_PEERS", 2)
-    bench = Bench()
-    bench.join_all("a0", "b0", "a1")
+    bench = joined("a0", "b0", "a1")
     commands = bench.request("c0", 0, wanted_stage=0)
     assert "no more can average together" in bench.sent("c0", Refused, commands)[0].reason
     (welcome,) = bench.sent("d0", Welcome, bench.attach("d0", stage=0, version=0))
@@ -626,8 +623,7 @@ def test_a_full_stage_takes_no_peer_that_joins_returns_or_moves(
 
 def test_both_ends_of_a_tied_model_share_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(membership, "MAX_STAGE_PEERS", 2)
-    bench = Bench(stages=3, tied=True)
-    bench.join_all("a0", "a1", "b1", "a2")
+    bench = joined("a0", "a1", "b1", "a2", stages=3, tied=True)
     bench.attach("c0")
     assert bench.sent("c0", Refused, bench.send("c0", StageRequest(stage=StageIndex(0))))
 

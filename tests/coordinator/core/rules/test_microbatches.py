@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kits.swarm_world.event_bench import Bench
+from kits.swarm_world.event_bench import Bench, joined
 from swarm_coordinator.core.events import AppliedStep, Command, Note, ReceiptsVerified
 from swarm_coordinator.core.rules.microbatches import pipeline_windows
 from swarm_coordinator.core.rules.release import Release, release
@@ -20,9 +20,7 @@ from swarm_shared.scheduling.claimed_rates import MAX_RATE_OVER_MEDIAN
 
 
 def collecting(**options: Any) -> Bench:
-    bench = Bench(**options)
-    bench.join_all("a0", "b0", "a1", "b1")
-    return bench
+    return joined("a0", "b0", "a1", "b1", **options)
 
 
 def leased(
@@ -47,8 +45,7 @@ def test_all_microbatches_of_a_step_are_leased_to_the_trainers_in_equal_parts() 
 
 
 def test_a_run_whose_peers_all_leave_begins_no_step_and_reports_it() -> None:
-    bench = Bench()
-    bench.join_all("a0", "a1")
+    bench = joined("a0", "a1")
     bench.fill()
     for peer in ("a0", "a1"):
         bench.send(peer, Leaving())
@@ -83,8 +80,7 @@ def test_a_receipt_that_cannot_be_right_does_not_count(changes: dict[str, Any]) 
 
 
 def test_receipts_of_a_peer_that_is_fetching_its_stage_anew_do_not_count() -> None:
-    bench = Bench(microbatches=2)
-    bench.join_all("a0", "b0", "c0", "a1")
+    bench = joined("a0", "b0", "c0", "a1", microbatches=2)
     bench.fill()
     bench.average_all()
     for peer in ("a0", "b0", "a1"):
@@ -353,8 +349,7 @@ def test_no_mask_is_answered_to_a_peer_that_is_gone() -> None:
 def test_the_loss_does_not_depend_on_the_order_of_the_receipts() -> None:
     losses = []
     for order in ([0, 1, 2, 3], [3, 1, 0, 2]):
-        bench = Bench(microbatches=4)
-        bench.join_all("a0", "a1")
+        bench = joined("a0", "a1", microbatches=4)
         for microbatch in order:
             bench.report("a1", microbatch)
         bench.report("a0", *order)

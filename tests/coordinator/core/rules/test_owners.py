@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kits.swarm_world.event_bench import SHA, Bench, Commands
+from kits.swarm_world.event_bench import SHA, Bench, Commands, joined
 from swarm_coordinator.core.events import FetchSnapshot
 from swarm_coordinator.core.state.peers import PeerPhase
 from swarm_coordinator.core.state.phases import RunPhase
@@ -23,8 +23,7 @@ QUIET = AuditSettings(audit_share=0.0, probation_cells=3)
 
 def bench_of(*honest: str, crowd_owner: PeerId | None = ONE_OWNER, **options: Any) -> Bench:
     """Honest peers, each of an owner of its own, and a crowd in the first stage."""
-    bench = Bench(audits=AuditBook(QUIET, lambda: 1.0), **options)
-    bench.join_all(*honest)
+    bench = joined(*honest, audits=AuditBook(QUIET, lambda: 1.0), **options)
     for peer in CROWD:
         bench.join(peer, 0, owner=crowd_owner)
     return bench

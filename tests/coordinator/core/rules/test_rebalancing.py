@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kits.memory import offers
-from kits.swarm_world.event_bench import Bench
+from kits.swarm_world.event_bench import Bench, joined
 from swarm_coordinator.core.events import Tick
 from swarm_coordinator.core.rules import membership
 from swarm_coordinator.core.rules.rebalancing import rebalancing_of
@@ -191,8 +191,7 @@ def test_a_run_in_balance_gives_the_reason_for_no_move() -> None:
 
 
 def test_the_roster_has_more_of_a_claimed_rate_once_the_peer_has_counted_more_than_others() -> None:
-    bench = Bench(stages=1, microbatches=8, starting=4)
-    bench.join_all("a0", "b0", "c0", "d0")
+    bench = joined("a0", "b0", "c0", "d0", stages=1, microbatches=8, starting=4)
 
     def published() -> dict[str, float]:
         (records,) = bench.run.peers.roster()

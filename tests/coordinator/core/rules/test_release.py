@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kits.swarm_world.event_bench import Bench
+from kits.swarm_world.event_bench import Bench, joined
 from swarm_coordinator.core.rules.release import Release, release
 from swarm_coordinator.core.state.peers import PeerPhase
 from swarm_coordinator.core.state.phases import RunPhase
@@ -20,8 +20,7 @@ def released(bench: Bench, ends: Release) -> None:
 
 @pytest.mark.parametrize("ends", Release)
 def test_with_anything_end_its_cells_its_leases_and_its_part_in_the_close(ends: Release) -> None:
-    bench = Bench(microbatches=4, starting=2)
-    bench.join_all("a0", "b0", "a1", "b1")
+    bench = joined("a0", "b0", "a1", "b1", microbatches=4, starting=2)
     bench.report("b0", 0, 1)
     bench.report("a0", 2)
     bench.run.roster.dirty = False
@@ -33,8 +32,7 @@ def test_with_anything_end_its_cells_its_leases_and_its_part_in_the_close(ends: 
     assert driven <= bench.step().unsettled
     assert bench.run.roster.dirty
 
-    bench = Bench(starting=2)
-    bench.join_all("a0", "b0", "a1", "b1")
+    bench = joined("a0", "b0", "a1", "b1", starting=2)
     bench.fill()
     assert bench.run.phase is RunPhase.CLOSING
     released(bench, ends)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from kits.swarm_world.event_bench import Bench
+from kits.swarm_world.event_bench import Bench, joined
 from swarm_coordinator.core.rules.microbatches import RATE_NOISE
 from swarm_coordinator.core.state.peers import (
     GREAT_RATE_RATIO,
@@ -24,8 +24,7 @@ from swarm_shared.protocol import Heartbeat
 
 def training() -> Bench:
     """Two peers a stage, one step done, the second being collected."""
-    bench = Bench(steps=1_000)
-    bench.join_all("a0", "b0", "a1", "b1")
+    bench = joined("a0", "b0", "a1", "b1", steps=1_000)
     bench.one_step()
     return bench
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kits.swarm_world.event_bench import Bench
+from kits.swarm_world.event_bench import Bench, joined
 from swarm_coordinator.core.events import AppliedStep, Command, Restored
 from swarm_coordinator.core.state.peers import PeerPhase, StageTransfer
 from swarm_coordinator.core.state.phases import RunPhase
@@ -26,8 +26,7 @@ ALL = ("a0", "b0", "a1", "b1")
 
 def closing(*names: str, **options: Any) -> Bench:
     """Everything is committed, by two of stage 0 and one of stage 1, and the close is under way."""
-    bench = Bench(**options)
-    bench.join_all(*(names or ALL))
+    bench = joined(*(names or ALL), **options)
     bench.report("a0", 0)
     bench.report("b0", 1)
     bench.report("a1", 0, 1)
@@ -315,8 +314,7 @@ def moving(bench: Bench, peer: str, stage: int) -> None:
 
 def switching() -> Bench:
     """c0 switches to stage 1 in this close; stage 2 is not involved."""
-    bench = Bench(stages=3)
-    bench.join_all("a0", "b0", "c0", "a1", "b1", "a2", "b2")
+    bench = joined("a0", "b0", "c0", "a1", "b1", "a2", "b2", stages=3)
     moving(bench, "c0", 1)
     bench.fill()
     assert bench.run.phase is RunPhase.CLOSING

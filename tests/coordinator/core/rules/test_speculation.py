@@ -7,7 +7,7 @@ import math
 import pytest
 
 from kits.swarm_world.checks import check_end
-from kits.swarm_world.event_bench import Bench
+from kits.swarm_world.event_bench import Bench, joined
 from kits.swarm_world.facts import Fault, Options, train_loss
 from kits.swarm_world.world import World
 from swarm_coordinator.core.events import AppliedStep, Command
@@ -19,8 +19,7 @@ from swarm_shared.base.types import MicrobatchIndex
 
 def mostly_done(**options: int) -> Bench:
     """Two trainers, four microbatches, of which one is left in both stages after two seconds."""
-    bench = Bench(microbatches=4, **options)
-    bench.join_all("a0", "a1")
+    bench = joined("a0", "a1", microbatches=4, **options)
     bench.tick(2.0)
     bench.report("a0", 0, 1, 2)
     bench.report("a1", 0, 1, 2)
@@ -46,8 +45,7 @@ def test_what_lags_when_most_is_done_is_given_to_another_trainer_too() -> None:
 
 
 def test_nothing_is_hedged_while_much_is_still_open() -> None:
-    bench = Bench(microbatches=4)
-    bench.join_all("a0", "a1")
+    bench = joined("a0", "a1", microbatches=4)
     bench.report("a0", 0, 1)
     bench.report("a1", 0, 1)
     assert granted(bench, bench.tick(15.0)) == {"a0": [], "a1": []}
@@ -101,8 +99,7 @@ def test_the_first_receipt_counts_and_the_other_is_not_committed() -> None:
 
 
 def test_a_held_out_microbatch_is_hedged_and_the_first_answer_is_taken() -> None:
-    bench = Bench(evaluation=4, steps=1)
-    bench.join_all("a0", "a1")
+    bench = joined("a0", "a1", evaluation=4, steps=1)
     bench.one_step()
     assert bench.run.phase is RunPhase.EVALUATING
     for peer in ("a0", "a1"):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kits.memory import offers
-from kits.swarm_world.event_bench import Bench
+from kits.swarm_world.event_bench import Bench, joined
 from swarm_coordinator.core.events import Note, Restored, RolledBack, Send
 from swarm_coordinator.core.state.peers import PeerPhase
 from swarm_coordinator.core.state.phases import RunPhase
@@ -28,8 +28,7 @@ from swarm_shared.protocol import (
 
 def lost_stage() -> Bench:
     """Version 3, checkpoint at 2, and no peer left at stage 1."""
-    bench = Bench(checkpoint_steps=2, steps=9)
-    bench.join_all("a0", "b0", "a1")
+    bench = joined("a0", "b0", "a1", checkpoint_steps=2, steps=9)
     bench.one_step()
     bench.one_step()
     bench.checkpoint()
@@ -93,8 +92,7 @@ def test_digests_are_those_of_the_history_that_counts_after_a_roll_back_and_a_re
 
 def test_a_stage_of_which_only_the_checkpoint_is_left_is_what_the_checkpoint_says() -> None:
     """Holders that were in the majority have reported a digest that their file does not have."""
-    bench = Bench(checkpoint_steps=1, steps=9)
-    bench.join_all("a0", "a1", "b1")
+    bench = joined("a0", "a1", "b1", checkpoint_steps=1, steps=9)
     bench.one_step()
     bench.checkpoint()
     bench.restart()
@@ -213,8 +211,7 @@ def newcomer(bench: Bench, name: str, **hello: Any) -> None:
 
 
 def test_two_peers_that_download_one_lost_stage_are_spread_over_both_lost_stages() -> None:
-    bench = Bench()
-    bench.join_all("a0", "a1")
+    bench = joined("a0", "a1")
     bench.one_step()
     bench.lose("a0")
     newcomer(bench, "x")
@@ -270,8 +267,7 @@ def test_an_excluded_peer_takes_a_stage_without_a_holder() -> None:
 
 
 def test_a_peer_that_chose_its_stage_or_pauses_or_leaves_is_not_moved() -> None:
-    bench = Bench()
-    bench.join_all("a0", "b0", "a1")
+    bench = joined("a0", "b0", "a1")
     bench.one_step()
     newcomer(bench, "x")
     bench.pause("x")
@@ -364,8 +360,7 @@ def test_a_run_that_waits_for_a_lost_stage_reports_it() -> None:
 
 def test_what_the_other_stages_have_counted_is_not_counted_again_for_a_lost_stage() -> None:
     """At a stored version, a joining peer takes the stage and only its cells are open."""
-    bench = Bench(checkpoint_steps=1, steps=9)
-    bench.join_all("a0", "a1")
+    bench = joined("a0", "a1", checkpoint_steps=1, steps=9)
     bench.one_step()
     bench.checkpoint()
     bench.report("a0", 0, 1)

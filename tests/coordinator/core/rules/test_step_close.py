@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kits.swarm_world.event_bench import Bench
+from kits.swarm_world.event_bench import Bench, joined
 from kits.swarm_world.facts import train_loss
 from swarm_coordinator.core.events import (
     AppliedStep,
@@ -41,8 +41,7 @@ ALL = ("a0", "b0", "a1", "b1")
 
 def closing(**options: Any) -> Bench:
     """Two peers a stage; everything is committed and the first close is under way."""
-    bench = Bench(**options)
-    bench.join_all(*ALL)
+    bench = joined(*ALL, **options)
     bench.report("a0", 0)
     bench.report("b0", 1)
     bench.report("b1", 0, 1)
@@ -208,8 +207,7 @@ def test_while_versions_differ_no_roster_is_sent() -> None:
 
 
 def test_tied_embeddings_are_reduced_a_second_time_over_first_and_last_stage() -> None:
-    bench = Bench(stages=3, tied=True)
-    bench.join_all("a0", "b0", "a1", "a2")
+    bench = joined("a0", "b0", "a1", "a2", stages=3, tied=True)
     bench.fill()
     for peer in ("a0", "b0", "a2"):
         own, tied = bench.close_of(peer).reductions
@@ -220,8 +218,7 @@ def test_tied_embeddings_are_reduced_a_second_time_over_first_and_last_stage() -
 
 
 def test_the_norm_of_the_tied_part_counts_once() -> None:
-    bench = Bench(stages=3, tied=True)
-    bench.join_all("a0", "b0", "a1", "a2")
+    bench = joined("a0", "b0", "a1", "a2", stages=3, tied=True)
     bench.fill()
     for peer in ("a0", "b0", "a2"):
         bench.averaged(peer, own=1.0, tied=6.0)
@@ -230,8 +227,7 @@ def test_the_norm_of_the_tied_part_counts_once() -> None:
 
 
 def test_one_stage_alone_has_nothing_to_reduce_a_second_time() -> None:
-    bench = Bench(stages=1, tied=True)
-    bench.join_all("a0", "b0")
+    bench = joined("a0", "b0", stages=1, tied=True)
     bench.fill()
     assert [r.part for r in bench.close_of("a0").reductions] == ["own"]
 
@@ -342,8 +338,7 @@ def test_two_replicas_that_average_to_different_gradients_average_once_more() ->
 
 def test_a_replica_that_never_agrees_with_the_other_one_does_not_stop_the_run() -> None:
     """Nothing shows which of two is right; the one that has been attached longest stays."""
-    bench = Bench()
-    bench.join_all("b0", "a0", "a1", "b1")
+    bench = joined("b0", "a0", "a1", "b1")
     for step in (1, 2):
         bench.fill()
         averaged_to(bench, {"a0": 1.5, "b0": 1.0, "a1": 1.0, "b1": 1.0})
@@ -363,8 +358,7 @@ def test_a_replica_that_never_agrees_with_the_other_one_does_not_stop_the_run() 
 @pytest.mark.parametrize("part", ["own", "tied"])
 @pytest.mark.parametrize("liar", ["a0", "b0", "c0"])
 def test_the_odd_one_of_three_is_excluded_and_the_step_ends_at_once(part: str, liar: str) -> None:
-    bench = Bench(tied=part == "tied")
-    bench.join_all("a0", "b0", "c0", "a1")
+    bench = joined("a0", "b0", "c0", "a1", tied=part == "tied")
     bench.fill()
     norms = {peer: 1.0 + 1e-9 * (peer == liar) for peer in ("a0", "b0", "c0", "a1")}
     averaged_to(bench, norms, part)
@@ -527,8 +521,7 @@ def test_the_last_member_of_an_average_that_takes_longer_than_a_lease_has_as_lon
 def test_a_peer_that_keeps_naming_one_that_cannot_be_excluded_is_excluded_itself(
     named: str,
 ) -> None:
-    bench = Bench()
-    bench.join_all("a0", "b0", "a1")
+    bench = joined("a0", "b0", "a1")
     bench.fill()
     for _ in range(6):
         if PeerId("b0") not in bench.closing():
@@ -559,8 +552,7 @@ def test_a_confirmation_of_another_step_ends_no_apply(other: int) -> None:
 
 
 def third_replica() -> Bench:
-    bench = Bench()
-    bench.join_all("a0", "b0", "c0", "a1")
+    bench = joined("a0", "b0", "c0", "a1")
     bench.fill()
     bench.average_all()
     return bench

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kits.memory import offers, takes
-from kits.swarm_world.event_bench import Bench
+from kits.swarm_world.event_bench import Bench, joined
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_shared.protocol import AssignStage
 
@@ -25,8 +25,7 @@ def test_training_begins_when_every_stage_has_as_many_peers_as_the_organiser_wan
 
 
 def test_a_run_that_has_begun_goes_on_with_one_peer_a_stage() -> None:
-    bench = Bench(starting=2)
-    bench.join_all("a0", "a1", "b0", "b1")
+    bench = joined("a0", "a1", "b0", "b1", starting=2)
     bench.one_step()
     bench.lose("b1")
     bench.tick(1.0)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kits.swarm_world.event_bench import Bench
+from kits.swarm_world.event_bench import Bench, joined
 from kits.swarm_world.facts import Moves, Options, Violation
 from kits.swarm_world.sums import SumLie
 from kits.swarm_world.sweep import Course, finish, run_to_the_end
@@ -40,8 +40,7 @@ def checked(
 ) -> Bench:  # fmt: skip
     """A run of one stage whose table is complete; a0 has counted all of it."""
     defaults = {"stages": 1, "check_sums": True}
-    bench = Bench(audits=AuditBook(trust, draw), **{**defaults, **options})
-    bench.join_all(*(names or MEMBERS))
+    bench = joined(*(names or MEMBERS), audits=AuditBook(trust, draw), **{**defaults, **options})
     bench.fill()
     return bench
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kits.swarm_world.event_bench import Bench
+from kits.swarm_world.event_bench import Bench, joined
 from swarm_coordinator.core.state.peers import PeerPhase
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step, Version
@@ -12,9 +12,7 @@ from swarm_shared.protocol import AbortRound, AssignStage, NotFinite, Ready
 
 
 def collecting() -> Bench:
-    bench = Bench()
-    bench.join_all("a0", "b0", "c0", "a1")
-    return bench
+    return joined("a0", "b0", "c0", "a1")
 
 
 def phase(bench: Bench, peer: str) -> PeerPhase:
@@ -61,8 +59,7 @@ def test_a_microbatch_that_is_finite_nowhere_is_held_against_one_peer_only() -> 
 
 def overflowing(*receivers: str) -> Bench:
     """Every receiver has computed something not finite from an output of b0."""
-    bench = Bench(microbatches=16)
-    bench.join_all("a0", "b0", "c0", "a1", "b1", "c1", "d1", "e1")
+    bench = joined("a0", "b0", "c0", "a1", "b1", "c1", "d1", "e1", microbatches=16)
     for microbatch, receiver in enumerate(receivers):
         say_not_finite(bench, receiver, microbatch, "b0")
     return bench
@@ -90,8 +87,7 @@ def test_senders_that_overflow_are_remembered_across_steps() -> None:
 
 
 def test_a_receiver_that_names_many_senders_is_held_responsible_itself() -> None:
-    bench = Bench(microbatches=16)
-    bench.join_all("a0", "b0", "c0", "d0", "a1", "b1")
+    bench = joined("a0", "b0", "c0", "d0", "a1", "b1", microbatches=16)
     for microbatch, sender in enumerate(("a0", "b0", "c0", "d0")):
         say_not_finite(bench, "a1", microbatch, sender)
         bench.ready("a1")
@@ -100,8 +96,7 @@ def test_a_receiver_that_names_many_senders_is_held_responsible_itself() -> None
 
 
 def test_a_receiver_with_more_senders_than_the_sender_has_receivers_is_responsible() -> None:
-    bench = Bench(microbatches=16)
-    bench.join_all("a0", "b0", "c0", "d0", "a1", "b1", "c1", "d1")
+    bench = joined("a0", "b0", "c0", "d0", "a1", "b1", "c1", "d1", microbatches=16)
     named = [("b1", "b0"), ("c1", "b0"), ("a1", "a0"), ("a1", "c0"), ("a1", "d0"), ("a1", "b0")]
     for microbatch, (receiver, sender) in enumerate(named):
         say_not_finite(bench, receiver, microbatch, sender)
@@ -127,8 +122,7 @@ def test_the_devices_of_one_owner_count_as_one_receiver() -> None:
 
 
 def test_the_last_holder_of_a_stage_is_flagged_for_its_outputs_and_stays() -> None:
-    bench = Bench(microbatches=16)
-    bench.join_all("a0", "a1", "b1", "c1")
+    bench = joined("a0", "a1", "b1", "c1", microbatches=16)
     bench.report("a0", 9)
     for microbatch, receiver in enumerate(("a1", "b1", "c1")):
         say_not_finite(bench, receiver, microbatch, "a0")
@@ -197,8 +191,7 @@ def test_a_replica_that_was_never_bitwise_equal_is_an_unlike_device_and_stays() 
 
 
 def test_two_replicas_that_differ_are_both_kept_without_a_majority() -> None:
-    bench = Bench()
-    bench.join_all("a0", "b0", "a1")
+    bench = joined("a0", "b0", "a1")
     applied_by_all(bench)
     applied_by_all(bench, b0="odd")
     assert phase(bench, "a0") is phase(bench, "b0") is PeerPhase.READY

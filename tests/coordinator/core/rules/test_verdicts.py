@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kits.swarm_world.event_bench import OTHER_DIGEST, Bench
+from kits.swarm_world.event_bench import OTHER_DIGEST, Bench, joined
 from kits.swarm_world.facts import Options, train_loss
 from kits.swarm_world.sweep import Course, finish
 from swarm_coordinator.core.events import (
@@ -559,8 +559,7 @@ def test_receipts_of_other_data_do_not_count_and_their_peer_takes_them_out() -> 
         )
         return SampledTokens(first.input, last.output)
 
-    bench = Bench(audits=AuditBook(AuditSettings(0.0, 0), lambda: 0.5, tokens))
-    bench.join_all("a0", "a1")
+    bench = joined("a0", "a1", audits=AuditBook(AuditSettings(0.0, 0), lambda: 0.5, tokens))
     for peer, field in (("a0", "input"), ("a1", "output")):
         other = bench.receipt(peer, 0).transcript.model_copy(update={field: OTHER_DIGEST})
         receipt = bench.receipt(peer, 0, transcript=other)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kits.swarm_world.event_bench import Bench
+from kits.swarm_world.event_bench import Bench, joined
 from kits.swarm_world.facts import Options, Violation
 from kits.swarm_world.sums import SumLie
 from kits.swarm_world.sweep import run_to_the_end
@@ -320,8 +320,7 @@ def test_each_attempt_has_a_seed_of_its_own_that_audits_know_in_advance(failed: 
     """Else one liar could fail the first attempt, and another one put anything into the second."""
     numbers = iter(range(1, 100_000))
     book = AuditBook(WHOLE, lambda: next(numbers) / 100_000)
-    bench = Bench(audits=book, stages=1, check_sums=True)
-    bench.join_all("a0", "b0", "c0", "d0")
+    bench = joined("a0", "b0", "c0", "d0", audits=book, stages=1, check_sums=True)
     bench.fill()
     answer_all(bench)
     seeds = []

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kits.swarm_world.event_bench import Bench
+from kits.swarm_world.event_bench import Bench, joined
 from swarm_coordinator.core.events import ReceiptsVerified
 from swarm_coordinator.core.state.utilisation import (
     BOUNDS,
@@ -110,9 +110,7 @@ def test_the_figures_of_a_long_run_take_no_more_room_than_those_of_a_short_one()
 
 
 def stepping() -> Bench:
-    bench = Bench()
-    bench.join_all("a0", "b0", "c0", "a1")
-    return bench
+    return joined("a0", "b0", "c0", "a1")
 
 
 def beat(bench: Bench, peer: str, **told: Any) -> None:
@@ -139,8 +137,7 @@ def test_only_time_in_which_a_stage_could_compute_counts_as_idle() -> None:
 
 
 def test_a_stage_that_waits_for_others_to_be_held_is_not_idle() -> None:
-    bench = Bench()
-    bench.join_all("a0")
+    bench = joined("a0")
     for _ in range(5):
         bench.now += 1.0
         beat(bench, "a0", computed=0, busy_seconds=0.0)

@@ -9,7 +9,6 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from http.client import HTTPConnection
-from typing import Any
 
 import psutil
 import pytest
@@ -17,6 +16,7 @@ import trio
 import trio.to_thread
 
 from kits.coordinator.shell_world import served
+from kits.waiting import until
 from swarm_coordinator.configuration.http_address import (
     HttpAddress,
     address_of,
@@ -55,11 +55,6 @@ async def get(address: HttpAddress | None, path: str) -> tuple[int, bytes]:
             return found.status, found.read()
 
     return await trio.to_thread.run_sync(send_request)
-
-
-async def until(condition: Any) -> None:
-    while not condition():
-        await trio.sleep(0.02)
 
 
 async def test_a_request_before_the_process_is_ready_is_answered_when_it_is(

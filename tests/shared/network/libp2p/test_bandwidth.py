@@ -10,6 +10,7 @@ import trio.testing
 from trio.testing import MockClock
 
 from kits.network.nodes import ANY_PORT, LIMITS, a_node, noise_bytes
+from kits.waiting import until
 from swarm_shared.network import FramedStream, FrameLimits, Node
 from swarm_shared.network.libp2p.bandwidth import (
     BURST_SECONDS,
@@ -65,9 +66,7 @@ async def test_both_ends_count_the_same_bytes_and_those_of_the_encryption() -> N
         stream = await sender.open_stream(receiver.peer_id, SINK, SINK_LIMITS, receiver.addresses)
         async with stream:
             await stream.send(b"", noise_bytes(500_000))
-        with trio.fail_after(20):
-            while receiver.bandwidth.down.bytes < sender.bandwidth.up.bytes:
-                await trio.sleep(0.01)
+        await until(lambda: receiver.bandwidth.down.bytes >= sender.bandwidth.up.bytes, 20)
         assert 500_000 < receiver.bandwidth.down.bytes == sender.bandwidth.up.bytes < 520_000
 
 

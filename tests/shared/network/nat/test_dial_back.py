@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import trio
 
+from kits.waiting import until
 from shared.network.test_dialer import refusing_address, silent_address
 from swarm_shared.base.errors import LinkTimeout, NetworkError
 from swarm_shared.identity.keys import Identity
@@ -17,9 +18,7 @@ ANY_PORT = "/ip4/127.0.0.1/tcp/0"
 async def test_a_peer_that_listens_is_reached_and_left_alone_afterwards() -> None:
     async with open_node(Identity.generate(), [ANY_PORT]) as node:
         await dial_back(node.addresses[0], node.peer_id, 5)
-        with trio.fail_after(5):
-            while node.connected_peers:
-                await trio.sleep(0.01)
+        await until(lambda: not node.connected_peers, 5)
 
 
 async def test_a_connection_that_is_there_already_proves_nothing() -> None:

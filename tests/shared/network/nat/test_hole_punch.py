@@ -24,8 +24,8 @@ from kits.network.nodes import (
     ends,
     hold_slot,
     says_hello,
-    until,
 )
+from kits.waiting import until
 from swarm_shared.base.errors import NetworkError
 from swarm_shared.network import Node, keepalive
 from swarm_shared.network.libp2p.host import NodeSwarm

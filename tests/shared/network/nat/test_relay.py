@@ -27,8 +27,8 @@ from kits.network.nodes import (
     hop_stream,
     noise_bytes,
     says_hello,
-    until,
 )
+from kits.waiting import until
 from swarm_shared.addresses.dial_order import Circuit, circuits
 from swarm_shared.base.errors import LinkClosed, NetworkError
 from swarm_shared.identity.keys import Identity

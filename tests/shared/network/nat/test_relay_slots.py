@@ -23,8 +23,8 @@ from kits.network.nodes import (
     connections,
     hold_slot,
     says_hello,
-    until,
 )
+from kits.waiting import until
 from swarm_shared.base.types import PeerId
 from swarm_shared.identity.keys import Identity
 from swarm_shared.network import Node, RelayLimits, open_node

@@ -59,39 +59,27 @@ def test_a_claimed_balance_buys_only_a_choice_among_stages_about_as_slow_as_the_
     assert chosen.microbatches_per_second <= NEARLY_EQUAL * slowest
 
 
-def test_a_stage_without_a_peer_comes_first() -> None:
-    assert (
-        most_underserved_stage([row(0, 1), row(1, 0, work=1e-3), row(2, 1)], offers(100), WORK) == 1
-    )
-
-
-def test_the_stage_with_the_fewest_peers_for_its_work_comes_next() -> None:
-    assert (
-        most_underserved_stage([row(0, 2, work=1.0), row(1, 3, work=2.0)], offers(100), WORK) == 1
-    )
-    assert (
-        most_underserved_stage([row(0, 2, work=1.0), row(1, 5, work=2.0)], offers(100), WORK) == 0
-    )
-
-
-def test_ties_go_to_the_earlier_stage() -> None:
-    assert most_underserved_stage([row(0, 1), row(1, 1), row(2, 1)], offers(100), WORK) == 0
-
-
-def test_a_stage_whose_work_is_unknown_counts_like_the_mean() -> None:
-    assert (
-        most_underserved_stage([row(0, 2, work=0.0), row(1, 3, work=4.0)], offers(100), WORK) == 1
-    )
-    assert (
-        most_underserved_stage([row(0, 2, work=0.0), row(1, 1, work=0.0)], offers(100), WORK) == 1
-    )
-
-
-def test_a_stage_that_does_not_fit_is_left_to_others() -> None:
-    assert (
-        most_underserved_stage([row(0, 0, memory=101), row(1, 9, memory=100)], offers(100), WORK)
-        == 1
-    )
+@pytest.mark.parametrize(
+    ("rows", "chosen"),
+    [
+        ([row(0, 1), row(1, 1), row(2, 1)], 0),  # ties go to the earlier stage
+        ([row(0, 1), row(1, 0, work=1e-3), row(2, 1)], 1),
+        ([row(0, 2, work=1.0), row(1, 3, work=2.0)], 1),
+        ([row(0, 2, work=1.0), row(1, 5, work=2.0)], 0),
+        # A stage whose work is unknown counts like the mean.
+        ([row(0, 2, work=0.0), row(1, 3, work=4.0)], 1),
+        ([row(0, 2, work=0.0), row(1, 1, work=0.0)], 1),
+        ([row(0, 0, memory=101), row(1, 9, memory=100)], 1),  # stage 0 does not fit
+        # Absurd numbers from the network do not overflow.
+        ([row(0, 2, LARGEST), row(1, 0, LARGEST)], 1),
+        ([row(0, 2, 5e-324), row(1, 0, LARGEST)], 1),
+        ([row(0, 2, 5e-324), row(1, 0, 0.0)], 1),
+    ],
+)
+def test_the_stage_with_the_fewest_peers_for_its_work_is_chosen(
+    rows: list[StageRow], chosen: int
+) -> None:
+    assert most_underserved_stage(rows, offers(100), WORK) == chosen
 
 
 def test_a_machine_that_fits_no_stage_is_told_what_would() -> None:
@@ -104,13 +92,6 @@ def test_a_machine_that_fits_no_stage_is_told_what_would() -> None:
 def test_a_run_without_stages_is_an_error_that_is_explained() -> None:
     with pytest.raises(CapacityError, match="no stage"):
         most_underserved_stage([], offers(100), WORK)
-
-
-@pytest.mark.parametrize("works", [(LARGEST, LARGEST), (5e-324, LARGEST), (5e-324, 0.0)])
-def test_absurd_numbers_from_the_network_do_not_overflow(works: tuple[float, float]) -> None:
-    assert (
-        most_underserved_stage([row(0, 2, works[0]), row(1, 0, works[1])], offers(100), WORK) == 1
-    )
 
 
 def test_newcomers_one_after_the_other_spread_in_proportion_to_the_work() -> None:

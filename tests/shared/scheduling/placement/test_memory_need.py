@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.manifests import manifest_of
+from kits.manifests import manifest_of
 from swarm_shared.base.errors import CapacityError
 from swarm_shared.model.profile import profile_layers
 from swarm_shared.run.manifest import CodecsConfig, Manifest, StageRange

@@ -8,7 +8,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from shared.manifests import manifest_of, stage_ranges
+from kits.manifests import manifest_of, stage_ranges
 from swarm_client.stage.protocol.slot_sizes import slot_sizes as worker_sizes
 from swarm_shared.model.llama import Stage
 from swarm_shared.run.manifest import CodecsConfig, Manifest

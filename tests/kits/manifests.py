@@ -21,6 +21,11 @@ def stage_ranges(*ends: int) -> tuple[StageRange, ...]:
     return tuple(StageRange(first_layer=low, end_layer=high) for low, high in pairwise((0, *ends)))
 
 
+def equal_stages(layers: int, count: int) -> tuple[StageRange, ...]:
+    """So many stages, as equal as whole layers allow."""
+    return stage_ranges(*(round(layers * index / count) for index in range(1, count + 1)))
+
+
 PARTS: dict[str, dict[str, Any]] = {
     "model": {
         "vocabulary_size": 256, "hidden_size": 8, "intermediate_size": 8, "layers": 1, "heads": 1,
