@@ -19,11 +19,15 @@ import trio
 
 from swarm_client.connectivity.port_mapping import PortMapper
 from swarm_client.doctor import coordinator, links, machine, reachability
-from swarm_client.doctor.report import NETWORK_CHECKS, Report, Results, warning
+from swarm_client.doctor.report import NETWORK_CHECKS, Report, Results, problem, warning
+from swarm_client.governor.device_offer import permitted_memory
+from swarm_client.governor.probes.idle import display_idle
 from swarm_client.machine.devices import Device
 from swarm_client.machine.home import Home
+from swarm_client.preferences.layers import load, preferences_path
 from swarm_shared.base.clock import Clock, wall
-from swarm_shared.base.errors import SwarmError
+from swarm_shared.base.errors import ConfigurationError, SwarmError
+from swarm_shared.base.memory import MemoryOffer
 from swarm_shared.identity.invite import Invite
 from swarm_shared.identity.keys import Identity
 from swarm_shared.network import open_node
@@ -140,7 +144,12 @@ class Checkup:
 
     async def probe_torch(self) -> None:
         found, seconds = await machine.probe_torch()
-        device, self._device = machine.check_device(found, self._options.device)
+        try:
+            device, self._device = await trio.to_thread.run_sync(
+                machine.check_device, found, self._options.device, self._permitted
+            )
+        except ConfigurationError as error:
+            device = problem("device", ConfigurationError, str(error), "Correct the preferences.")
         gpu = machine.check_gpu(found, self._options.device)
         self.results.put(machine.check_torch(found, seconds), gpu, device)
         if not self._options.self_test_seconds:
@@ -151,6 +160,12 @@ class Checkup:
             self.results.put(
                 await machine.check_self_test(self._device, self._options.self_test_seconds)
             )
+
+    def _permitted(self, device: Device) -> MemoryOffer:
+        """The memory that the preferences leave a stage on the device."""
+        layered = load(preferences_path(self._options.home))
+        has_display = display_idle().idle_seconds() is not None
+        return permitted_memory(device, layered.preferences, 1, 1, has_display=has_display)
 
     async def check_p2pd(self) -> None:
         self.results.put(await machine.check_p2pd())

@@ -14,7 +14,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -152,8 +152,11 @@ def check_gpu(found: Mapping[str, Any], wanted: str) -> Check:
     )  # fmt: skip
 
 
-def check_device(found: Mapping[str, Any], wanted: str) -> tuple[Check, Device | None]:
-    """The device that `join` would choose, by the same rule."""
+def check_device(
+    found: Mapping[str, Any], wanted: str, permitted: Callable[[Device], MemoryOffer]
+) -> tuple[Check, Device | None]:
+    """The device that `join` would choose, by the same rule, with the memory that is
+    `permitted`."""
     listed = [listed_accelerator(one) for one in found.get("devices", ())]
     try:
         device = choose_device(wanted, None, listed)
@@ -165,8 +168,12 @@ def check_device(found: Mapping[str, Any], wanted: str) -> tuple[Check, Device |
         return problem(
             "device", CapacityError, str(error), "Use --device auto to use what this machine has."
         ), None
+    there = device.memory
+    device = device.offering(permitted(device))
     details: dict[str, Detail] = {"device": device.name, "memory_bytes": device.memory_bytes}
     offered = f"{device.name}: {device.label}, {device.memory} to offer"
+    if device.memory != there:
+        offered += ", as the preferences leave no more"
     if device.host_bytes is not None:
         details["host_bytes"] = device.host_bytes
         details |= {} if device.rates is None else asdict(device.rates)

@@ -81,6 +81,10 @@ class Device:
     """Of the host besides; None: the device computes in the host's memory."""
     rates: DeviceRates | None = None
 
+    def offering(self, memory: MemoryOffer) -> Device:
+        """Return the device with another offer."""
+        return replace(self, memory_bytes=memory.device_bytes, host_bytes=memory.host_bytes)
+
     @property
     def memory(self) -> MemoryOffer:
         balance = None if self.rates is None else self.rates.balance

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import replace
 
 import trio
 
@@ -372,9 +371,7 @@ class Volunteer:
         options = self.context.options
         if memory == options.device.memory:
             return
-        options.device = replace(
-            options.device, memory_bytes=memory.device_bytes, host_bytes=memory.host_bytes
-        )
+        options.device = options.device.offering(memory)
         if self.member is not None:
             self.member.stages.offer_changed()
         waiting = self._waits_for_memory

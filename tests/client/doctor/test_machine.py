@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from kits.attack.strangers import MODIFIED
 from kits.memory import needs, takes
 from shared.scheduling.placement.test_memory_need import honest_manifest
 from swarm_client.doctor import machine
-from swarm_client.doctor.report import State, ok
+from swarm_client.doctor.report import Check, State, ok
 from swarm_client.machine.devices import Device, DeviceRates
 from swarm_client.machine.home import Home
 from swarm_shared.base.errors import (
@@ -26,7 +27,7 @@ from swarm_shared.base.errors import (
     SwarmError,
     UsageError,
 )
-from swarm_shared.base.memory import MachineBalance, StageMemory
+from swarm_shared.base.memory import MachineBalance, MemoryOffer, StageMemory
 from swarm_shared.base.types import StageIndex
 from swarm_shared.identity.keys import Identity
 from swarm_shared.protocol import StageNeeds
@@ -88,7 +89,7 @@ async def test_a_broken_torch_is_a_problem_and_not_a_crash(
     assert check.state is State.PROBLEM
     assert seen in check.seen
     assert machine.check_gpu(found, "auto").state is State.SKIPPED
-    assert machine.check_device(found, "auto")[0].state is State.OK
+    assert device_of(found, "auto")[0].state is State.OK
 
 
 def test_another_torch_than_the_tested_one_is_a_warning() -> None:
@@ -121,8 +122,20 @@ def test_a_gpu_is_named_with_driver_capability_and_memory() -> None:
     assert "rates" not in check.details
 
 
+def device_of(found: Mapping[str, Any], wanted: str) -> tuple[Check, Device | None]:
+    """The check where the preferences leave everything."""
+    return machine.check_device(found, wanted, lambda device: device.memory)
+
+
+def test_a_device_offers_what_the_preferences_leave() -> None:
+    check, device = machine.check_device(CPU, "cpu", lambda one: one.memory.replaced(GIB))
+    assert device is not None
+    assert device.memory == MemoryOffer(device_bytes=GIB)
+    assert check.seen.endswith("1 GiB of memory to offer, as the preferences leave no more")
+
+
 def test_the_device_is_chosen_as_joining_does_it() -> None:
-    check, device = machine.check_device({**CUDA, "devices": [H100]}, "auto")
+    check, device = device_of({**CUDA, "devices": [H100]}, "auto")
     assert check.state is State.OK
     assert device is not None
     assert device.name == "cuda:0"
@@ -132,19 +145,17 @@ def test_the_device_is_chosen_as_joining_does_it() -> None:
     )
     assert check.details.items() >= H100["rates"].items()  # type: ignore[attr-defined]
     assert device.memory.balance == MachineBalance(float32=2000.0, bfloat16=24000.0)
-    unmeasured, device = machine.check_device(
-        {**CUDA, "devices": [{**H100, "rates": None}]}, "auto"
-    )
+    unmeasured, device = device_of({**CUDA, "devices": [{**H100, "rates": None}]}, "auto")
     assert unmeasured.seen.endswith("; how fast it copies and computes could not be measured")
     assert device is not None
     assert device.memory.balance is None
-    assert machine.check_device(CPU, "auto")[1].name == "cpu"  # type: ignore[union-attr]
-    assert machine.check_device(CPU, "cuda:0")[0].exit_code == CapacityError.exit_code
-    assert machine.check_device(CPU, "toaster")[0].exit_code == UsageError.exit_code
+    assert device_of(CPU, "auto")[1].name == "cpu"  # type: ignore[union-attr]
+    assert device_of(CPU, "cuda:0")[0].exit_code == CapacityError.exit_code
+    assert device_of(CPU, "toaster")[0].exit_code == UsageError.exit_code
 
 
 def test_memory_below_the_smallest_stage_is_a_problem() -> None:
-    check, _ = machine.check_device(CPU, "cpu")
+    check, _ = device_of(CPU, "cpu")
     small = Device("cpu", "CPU, 2 cores", GIB)
     assert machine.fit_device(check, small, None) == check
     assert machine.fit_device(check, small, needs(takes(GIB))).state is State.OK
@@ -183,7 +194,7 @@ def test_the_plan_for_a_card_of_8_gb_is_one_sentence_with_every_figure() -> None
 
 
 def test_a_card_that_lacks_memory_for_weights_is_told_how_much_is_copied() -> None:
-    check, _ = machine.check_device(CPU, "cpu")
+    check, _ = device_of(CPU, "cpu")
     # A pass of copies takes as long as two of products.
     rates = DeviceRates(1e9, 2048e9, 2e15)
     card = Device("cuda:0", "card", GIB, host_bytes=2 * GIB, rates=rates)
