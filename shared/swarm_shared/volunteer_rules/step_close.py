@@ -446,7 +446,6 @@ class StepClose(Generic[ReceiptT]):
             self._drop_prepared()
             self._carry_out_orders()
         else:
-            self._orders.clear()
             self._actions.append(SwitchToPrepared())
 
     def failed(self, work: WorkNumber, reason: str) -> None:

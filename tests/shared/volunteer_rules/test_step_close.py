@@ -19,6 +19,7 @@ from swarm_shared.volunteer_rules.step_close import (
     Lane,
     Rejoin,
     StepApplied,
+    StepClose,
 )
 
 
@@ -111,6 +112,15 @@ def test_what_is_committed_and_not_held_is_named() -> None:
     peer.run()
     assert (last_report(peer).ok, last_report(peer).missing) == (False, (7, 9))
     assert peer.workers[Lane.HELD].result is None
+
+
+def test_what_is_committed_and_lost_is_credited_no_more() -> None:
+    peer = peer_with(0, 7)
+    held_of(peer).discard(7)
+    peer.closes(0, 7)
+    peer.run()
+    assert last_report(peer).missing == (7,)
+    assert [receipt.microbatch for receipt in peer.account.receipts()] == [0]
 
 
 def test_a_failed_average_is_reported_with_its_culprit_and_can_be_tried_again() -> None:
@@ -224,6 +234,7 @@ def test_a_step_that_cannot_be_applied_is_reported_and_the_stage_stays() -> None
     peer.run()
     report = last_report(peer)
     assert (report.ok, report.reset, report.reason) == (False, True, "it holds a NaN by now")
+    assert peer.decided == [DropPrepared()]
     assert peer.close.averaged_attempt is None
     peer.closes(0, attempt=2)
     peer.run()
@@ -302,6 +313,14 @@ def test_an_apply_that_fails_after_its_session_leaves_the_step_open() -> None:
     peer.run()
     assert not peer.account.closes(1)
     assert len(peer.sent) == 1
+
+
+def test_a_statement_of_sums_ends_with_its_session() -> None:
+    peer = averaged_peer()
+    peer.checks()
+    assert peer.live
+    peer.loses_session()
+    assert peer.live == {}
 
 
 # ---- a move
@@ -397,6 +416,36 @@ def test_a_prepared_stage_that_cannot_apply_makes_the_peer_attach_again() -> Non
     peer.run()
     assert peer.decided == [Rejoin()]
     assert not peer.switched
+
+
+def test_an_apply_in_the_new_stage_ends_with_its_session_and_with_that_stage() -> None:
+    for lost in (StepClose.session_lost, StepClose.prepared_lost):
+        peer = moving_peer()
+        peer.run()
+        peer.applies()
+        assert peer.live
+        lost(peer.close)
+        peer.carry()
+        assert peer.live == {}
+
+
+def test_a_move_of_a_lost_session_is_reported_in_no_other_one() -> None:
+    peer = moving_peer()
+    peer.step_worker()
+    peer.loses_session()
+    peer.run()
+    assert peer.sent == []
+
+
+def test_orders_that_wait_for_a_switch_of_stages_are_not_carried_out_after_it() -> None:
+    peer = moving_peer()
+    peer.run()
+    peer.applies()
+    peer.saves()
+    peer.run()
+    assert peer.switched
+    assert isinstance(peer.sent[-1], Applied)
+    assert peer.live == {}
 
 
 @pytest.mark.parametrize("when", ["averaged", "applying"])
