@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, replace
 
+from swarm_shared.base.clock import wall
 from swarm_shared.base.errors import AdmissionError, ProtocolError, SignatureError
+from swarm_shared.base.text import duration_text
 from swarm_shared.base.types import Generation, PeerId, RunId
-from swarm_shared.identity.credentials import check_certificate
+from swarm_shared.identity.credentials import (
+    CLOCK_SKEW_SECONDS,
+    MembershipCertificate,
+    check_certificate,
+)
 from swarm_shared.identity.invite import Invite
 from swarm_shared.identity.signed_manifest import open_manifest, run_id_of
 from swarm_shared.identity.signing import decode_envelope
@@ -27,6 +32,11 @@ class Membership:
     generation: Generation
 
 
+class ClockBehind(AdmissionError):
+    """The certificate of a welcome holds only from a time that this machine's clock has yet to
+    reach. It is set soon where the machine has just started."""
+
+
 class CurrentMembership:
     """The newest membership of an admitted volunteer: each session can change its generation, and
     certificates are renewed."""
@@ -38,8 +48,8 @@ class CurrentMembership:
 def verify_welcome(welcome: Welcome, invite: Invite, me: PeerId) -> Membership:
     """The membership from a welcome.
 
-    SignatureError or AdmissionError when it does not match the invite, CapacityError when its
-    manifest hides how much memory a stage needs.
+    SignatureError or AdmissionError when it does not match the invite, ClockBehind when this
+    machine's clock is, CapacityError when its manifest hides how much memory a stage needs.
     """
     manifest = open_manifest(
         decode_envelope(welcome.manifest, "the coordinator's manifest"), invite.organiser
@@ -68,5 +78,11 @@ def renew_certificate(membership: Membership, certificate: str, me: PeerId) -> M
 
 
 def _check(membership: Membership, me: PeerId) -> None:
-    envelope = decode_envelope(membership.certificate, "the coordinator's certificate")
-    check_certificate(envelope, membership.run, membership.organiser, time.time(), me)
+    envelope, now = decode_envelope(membership.certificate, "the coordinator's certificate"), wall()
+    issued_at = MembershipCertificate.open(envelope, membership.organiser).not_before
+    if now < issued_at - CLOCK_SKEW_SECONDS:
+        raise ClockBehind(
+            f"this machine's clock is {duration_text(issued_at - now)} behind the coordinator's; "
+            "turn on the setting that takes the time from the internet"
+        )
+    check_certificate(envelope, membership.run, membership.organiser, now, me)

@@ -16,7 +16,7 @@ from swarm_client.connectivity.relay_policy import RelayPolicy
 from swarm_client.control.status_document import SuspendReason
 from swarm_client.control.status_sentence import Suspension
 from swarm_client.membership.admission_gate import AdmissionGate
-from swarm_client.membership.membership import Membership, verify_welcome
+from swarm_client.membership.membership import ClockBehind, Membership, verify_welcome
 from swarm_client.membership.roster import RosterView
 from swarm_client.pipeline.held_stage import Holding
 from swarm_client.stage.handle.self_test import fault_error, passed_text, run_self_test
@@ -27,6 +27,7 @@ from swarm_client.volunteer.member import Member
 from swarm_client.volunteer.pause import Pause
 from swarm_client.volunteer.peer_directory import PeerDirectory
 from swarm_client.volunteer.reconnect import Attachment, heartbeat_seconds
+from swarm_client.volunteer.session import RefusedForNow
 from swarm_client.volunteer.snapshots import SnapshotStore
 from swarm_client.volunteer.stage_manager import WorkerLimits
 from swarm_shared.base.errors import NetworkError, ProtocolError
@@ -52,6 +53,9 @@ from swarm_shared.run.manifest import LimitsConfig
 from swarm_shared.transfer.download_meter import DownloadProgress
 from swarm_shared.transfer.transfer import serve_transfers
 from swarm_shared.volunteer_rules.heartbeat import HeartbeatDelta, HeartbeatSnapshot
+
+CLOCK_RETRY_SECONDS = 60.0
+"""Pause before the next attempt of a machine whose clock is behind."""
 
 log = logging.getLogger(__name__)
 
@@ -200,7 +204,10 @@ class Volunteer:
 
     async def accept_welcome(self, welcome: Welcome) -> LimitsConfig:
         """Verify the welcome before anything of it is used."""
-        membership = verify_welcome(welcome, self.context.invite, self.node.peer_id)
+        try:
+            membership = verify_welcome(welcome, self.context.invite, self.node.peer_id)
+        except ClockBehind as error:
+            raise RefusedForNow(str(error), CLOCK_RETRY_SECONDS, self_test=False) from error
         manifest = membership.manifest
         self._gate.attached(welcome.generation)
         self.roster.site = welcome.site

@@ -6,6 +6,7 @@ The volunteer is the real one over real links; the coordinator is scripted.
 from __future__ import annotations
 
 import base64
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -24,7 +25,9 @@ from swarm_client.control.contribution_log import ContributionCounter, Contribut
 from swarm_client.control.status_document import SuspendReason
 from swarm_client.machine.devices import Device
 from swarm_client.machine.home import Home
+from swarm_client.membership import membership
 from swarm_client.training_data.leaf_cache import LeafCache
+from swarm_client.volunteer import volunteer
 from swarm_client.volunteer.context import VolunteerContext, VolunteerOptions
 from swarm_client.volunteer.volunteer import Volunteer
 from swarm_shared.base.errors import AdmissionError, NetworkError
@@ -239,6 +242,21 @@ async def test_a_certificate_that_fails_is_not_taken_and_another_is_fetched(
             await s.until(lambda held=held: s.certificate != held)
             assert s.certificate not in wrong
         assert s.ended == []
+
+
+async def test_a_machine_whose_clock_is_behind_waits_until_it_is_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    async with scene(tmp_path) as s:
+        s.volunteer.attachment._report = said.append
+        monkeypatch.setattr(volunteer, "CLOCK_RETRY_SECONDS", 0.5)
+        monkeypatch.setattr(membership, "wall", lambda: time.time() - 7200)
+        await s.script.streams[-1].reset()
+        await s.until(lambda: any("behind the coordinator's" in it for it in said))
+        assert not s.done
+        monkeypatch.setattr(membership, "wall", time.time)
+        await s.until(lambda: s.volunteer.attachment.attached)
 
 
 @asynccontextmanager
