@@ -10,7 +10,6 @@ from kits.loaded_modules import loaded
 
 COMMAND = """
 import sys
-from kits.loaded_modules import loaded
 from swarm_client.cli.main import main
 sys.argv = ["swarm-client", *{words}]
 try:

@@ -163,8 +163,8 @@ def _dht_entry_points(run: RunState, joining: PeerState) -> tuple[str, ...]:
         if peer is not joining and carrier is not None:
             is_near = peer.contact.site == joining.contact.site
             dialable = (*carrier.addresses, *(carrier.local if is_near else ()))
-            named = (f"{address}/p2p/{carrier.peer}" for address in dialable[:2])
-            found.extend(one for one in named if len(one) <= MAX_ADDRESS_CHARACTERS)
+            room = MAX_ADDRESS_CHARACTERS - len(f"/p2p/{carrier.peer}")
+            found += [f"{a}/p2p/{carrier.peer}" for a in dialable[:2] if len(a) <= room]
         if len(found) >= 8:
             break
     return tuple(found[:8])
