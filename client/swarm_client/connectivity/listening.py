@@ -7,20 +7,24 @@ import contextlib
 import logging
 
 from swarm_shared.base.errors import NetworkError
+from swarm_shared.host.ports import lasting_port
 from swarm_shared.network import Node
 
 log = logging.getLogger(__name__)
 
 
 async def listen(node: Node, address: str, remembered_port: int | None) -> None:
-    """Listen at `address`, whose port 0 stands for the remembered port, or for any if that is taken
-    by another program. With all IPv4 addresses, listen on the same port of all IPv6 addresses.
+    """Listen at `address`, whose port 0 stands for the remembered port, or for another lasting one if
+    that is taken. With all IPv4 addresses, listen on the same port of all IPv6 addresses.
 
     NetworkError when it is not possible to listen there.
     """
-    if remembered_port is not None and address.endswith("/tcp/0"):
-        with contextlib.suppress(NetworkError):
-            await node.listen([f"{address.removesuffix('0')}{remembered_port}"])
+    if address.endswith("/tcp/0"):
+        host = address.split("/")[2]
+        for port in (remembered_port, None):
+            with contextlib.suppress(NetworkError):
+                await node.listen([f"{address.removesuffix('0')}{port or lasting_port(host)}"])
+                break
     if node.listening_port is None:
         await node.listen([address])
     if address.startswith("/ip4/0.0.0.0/"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import socket
 from pathlib import Path
 
 import click
@@ -24,7 +23,8 @@ from swarm_coordinator.server.listen_addresses import (
     listen_address,
 )
 from swarm_coordinator.status.status_file import read_status
-from swarm_shared.base.errors import NetworkError, UsageError
+from swarm_shared.base.errors import UsageError
+from swarm_shared.host.ports import lasting_port
 
 
 @click.command("invite")
@@ -69,18 +69,6 @@ def run_addresses(folder: RunFolder, settings: RunSettings) -> tuple[str, ...]:
     port = network.listen_port or folder.remembered_port()
     listen_address(network.listen_host, port or 0)
     if port is None:
-        port = _free_port(network.listen_host)
+        port = lasting_port(network.listen_host)
         folder.remember_port(port)
     return dialable_addresses(network.listen_host, port, network.announce)
-
-
-def _free_port(host: str) -> int:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind((host, 0))
-            return int(probe.getsockname()[1])
-    except OSError as error:
-        raise NetworkError(
-            f"no free port on {host} ({error.strerror}); check [network] listen_host"
-        ) from error

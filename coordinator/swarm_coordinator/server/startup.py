@@ -30,6 +30,7 @@ from swarm_coordinator.storage.store import Store
 from swarm_shared.base.clock import Clock, monotonic, wall
 from swarm_shared.base.errors import NetworkError
 from swarm_shared.base.types import PeerId, StageIndex
+from swarm_shared.host.ports import lasting_port
 from swarm_shared.identity.invite import Invite
 from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.signed_manifest import MAX_MANIFEST_BYTES
@@ -106,6 +107,8 @@ async def open_network(
     wanted = service.port or network.listen_port
     remembered = None if wanted else service.folder.remembered_port()
     listen = listen_address(network.listen_host, wanted or remembered or 0)
+    if listen.endswith("/tcp/0"):
+        listen = listen_address(network.listen_host, lasting_port(network.listen_host))
     try:
         node = await stack.enter_async_context(
             open_node(service.identity, [listen], max_inbound_streams_per_peer=MAX_STREAMS)

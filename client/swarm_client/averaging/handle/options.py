@@ -15,6 +15,7 @@ from pathlib import Path
 from swarm_client.averaging.protocol.messages import ConfigureAveraging
 from swarm_client.machine.home import read_port, write_port
 from swarm_shared.base.errors import StorageError
+from swarm_shared.host.ports import lasting_port
 
 logger = logging.getLogger(__name__)
 
@@ -78,9 +79,7 @@ def persistent_port(path: Path) -> int:
     known = read_port(path)
     if known is not None and _is_free(known):
         return known
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind(("", 0))
-        port: int = probe.getsockname()[1]
+    port = lasting_port("0.0.0.0")
     if known is not None:
         logger.info("port %s is taken by another program; p2pd listens on %s", known, port)
     try:
