@@ -96,12 +96,19 @@ def encode_envelope(envelope: bytes) -> str:
 
 
 def decode_envelope(text: str, what: str = "a signed message") -> bytes:
-    """Decode an envelope from base64; FrameError, which names it as `what`, for other text."""
+    """Decode an envelope from base64; FrameError, which names it as `what`, for other text.
+
+    Only the spelling of `encode_envelope` is accepted: the last character may have bits that belong
+    to no byte. Evidence could be changed there, or signed in a way that no verifier accepts.
+    """
     try:
-        return base64.b64decode(text, validate=True)
+        envelope = base64.b64decode(text, validate=True)
     except ValueError as error:
         # binascii.Error is one; text that is not ASCII raises the plain ValueError.
         raise FrameError(f"{what} is not base64") from error
+    if encode_envelope(envelope) != text:
+        raise FrameError(f"{what} is not spelt as base64 is")
+    return envelope
 
 
 def sign_message(identity: Identity, message: FrozenModel, domain: str) -> bytes:

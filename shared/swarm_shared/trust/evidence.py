@@ -29,7 +29,7 @@ from swarm_shared.base.types import (
     SumEnvelope,
 )
 from swarm_shared.identity.credentials import Receipt, open_owner_binding
-from swarm_shared.identity.signing import decode_envelope, encode_envelope
+from swarm_shared.identity.signing import decode_envelope
 from swarm_shared.identity.work_statements import AuditStatement, SumStatement
 from swarm_shared.trust.votes import MAX_VOTERS, Claim, Finding, Outcome, Vote, finding, outcome
 
@@ -122,7 +122,7 @@ class Judgement:
 def judge(run: RunId, evidence: Evidence) -> Judgement:
     """Open all signed parts and compute the outcome; ProtocolError names a part that does not
     hold."""
-    receipt = Receipt.open(_opened(evidence.receipt, "the audited receipt"))
+    receipt = Receipt.open(decode_envelope(evidence.receipt, "the audited receipt"))
     if receipt.run != run:
         raise ProtocolError("the audited receipt is of another run")
     owner = _owner_of(receipt.peer, evidence.binding)
@@ -163,7 +163,7 @@ def check_sum_verdict(run: RunId, verdict: SumVerdict) -> None:
     loser's."""
     signers: set[PeerId] = set()
     for text in verdict.statements:
-        statement = _sum_or_audit(_opened(text, "a statement about sums"))
+        statement = _sum_or_audit(decode_envelope(text, "a statement about sums"))
         if (statement.run, statement.step) != (run, verdict.step):
             raise ProtocolError("a statement about sums is of another step than the verdict")
         signers.add(statement.peer if isinstance(statement, SumStatement) else statement.auditor)
@@ -181,7 +181,7 @@ def _sum_or_audit(envelope: bytes) -> SumStatement | AuditStatement:
 
 
 def _vote(receipt: Receipt, claim: Claim, signed: SignedStatement, tolerance: float) -> Vote:
-    statement = AuditStatement.open(_opened(signed.statement, "an auditor's statement"))
+    statement = AuditStatement.open(decode_envelope(signed.statement, "an auditor's statement"))
     audited = (receipt.run, receipt.step, receipt.microbatch, receipt.stage, receipt.peer)
     of = (statement.run, statement.step, statement.microbatch, statement.stage, statement.peer)
     if of != audited:
@@ -198,12 +198,4 @@ def _vote(receipt: Receipt, claim: Claim, signed: SignedStatement, tolerance: fl
 def _owner_of(peer: PeerId, binding: str) -> PeerId:
     if not binding:
         return peer
-    return open_owner_binding(_opened(binding, f"the owner binding of {peer}"), peer).owner
-
-
-def _opened(text: str, what: str) -> bytes:
-    """Decode base64 in its one canonical spelling, so that no byte of it can be changed."""
-    envelope = decode_envelope(text, what)
-    if encode_envelope(envelope) != text:
-        raise FrameError(f"{what} is not spelt as base64 is")
-    return envelope
+    return open_owner_binding(decode_envelope(binding, f"the owner binding of {peer}"), peer).owner

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from kits.coordinator.shell_world import make_run, served
 from swarm_coordinator.core.events import VerdictRecord
 from swarm_coordinator.server import control_protocol
 from swarm_coordinator.server.control_protocol import ReceiptChecker
+from swarm_shared.base.errors import FrameError
 from swarm_shared.base.transcript import Transcript
 from swarm_shared.base.types import RunId, Step
 from swarm_shared.identity.credentials import Receipt
@@ -35,6 +37,16 @@ async def test_a_liar_that_signs_the_truth_later_does_not_replace_the_evidence()
     assert checker.envelope(verdict(kit.FALSE)) == false
     assert checker.envelope(verdict(kit.TRUE)) == true
     assert ReceiptChecker(RUN).envelope(verdict(kit.FALSE)) == ""
+
+
+async def test_a_receipt_that_no_ledger_could_show_does_not_count() -> None:
+    """The last character of base64 may have bits that belong to no byte; evidence has none set."""
+    receipt = next(one for n in range(3) if (one := kit.receipt(RUN, tokens=10**n)).endswith("="))
+    digits = receipt.rstrip("=")
+    changed = digits[:-1] + chr(ord(digits[-1]) + 1) + "=" * (len(receipt) - len(digits))
+    assert base64.b64decode(changed, validate=True) == base64.b64decode(receipt)
+    with pytest.raises(FrameError, match="a receipt is not spelt as base64 is"):
+        await ReceiptChecker(RUN).check([changed])
 
 
 async def test_what_a_liar_signs_later_does_not_push_out_the_evidence(
