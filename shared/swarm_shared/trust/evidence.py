@@ -9,6 +9,8 @@ seals with the ledger (`swarm_shared.credit.ledger`).
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -38,6 +40,12 @@ MAX_TRUSTED_OWNERS = 100
 
 MAX_ENTITLED = 1_000_000
 """Most owners of a stage."""
+
+MAX_SUM_STATEMENTS = 2 * MAX_REDUCTION_MEMBERS
+"""Most statements of a lie about an average."""
+MAX_SUM_CHARACTERS = 8 * 2**20
+"""Most characters of these, half of what a line of the ledger takes: with details the statements of
+a thousand members have ten times as many."""
 
 
 class SignedStatement(FrozenModel):
@@ -93,9 +101,22 @@ class SumVerdict(FrozenModel):
     void_after: Step
     """The owner's credit of later steps is void, up to and with `step`."""
     statements: Annotated[
-        tuple[SumEnvelope, ...], Field(min_length=1, max_length=2 * MAX_REDUCTION_MEMBERS)
+        tuple[SumEnvelope, ...], Field(min_length=1, max_length=MAX_SUM_STATEMENTS)
     ]
     """Signed by members (`SumStatement`) and auditors (`AuditStatement`), in base64."""
+
+
+def sum_evidence(own: Iterable[str], others: Iterable[str]) -> tuple[str, ...]:
+    """Return the statements that a verdict keeps: the loser's own first, then as many of the others
+    as the ledger takes."""
+    kept: list[str] = []
+    room = MAX_SUM_CHARACTERS
+    for statement in itertools.chain(own, others):
+        room -= len(statement)
+        if kept and (room < 0 or len(kept) == MAX_SUM_STATEMENTS):
+            break
+        kept.append(statement)
+    return tuple(kept)
 
 
 @dataclass(frozen=True, slots=True)

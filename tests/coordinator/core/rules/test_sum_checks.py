@@ -23,6 +23,7 @@ from swarm_shared.base.types import Generation, PeerId, RunId, Step
 from swarm_shared.identity.linear_digest import to_text
 from swarm_shared.identity.work_statements import SumDigests, SumStatement
 from swarm_shared.protocol import AbortRound, Apply, Close, Refused, SumCheck
+from swarm_shared.trust import evidence
 
 OF_WHOLE_AUDITS = (
     SumLie.ADDS, SumLie.WATCHES, SumLie.LEAVES, SumLie.FALSE_AUDITS, SumLie.FORGES,
@@ -220,6 +221,21 @@ def test_the_record_of_a_lie_has_every_statement() -> None:
     (verdict,) = bench.records(VerdictRecord)
     assert (verdict.peer, verdict.step, verdict.stage, verdict.microbatch) == ("b0", 1, 0, None)
     assert sorted(verdict.statements) == sorted(f"signed by {peer}" for peer in MEMBERS * 2)
+
+
+def test_a_record_takes_what_the_ledger_does_and_first_what_the_liar_signed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(evidence, "MAX_SUM_CHARACTERS", 3 * len("signed by a0"))
+    bench = averaged()
+    state_all(bench, of_a=6, result=7)
+    for peer in MEMBERS:
+        own = 2 if peer == "a0" else 0
+        states(bench, peer, slices(own, (2, 3, 2), (2, 0, 0)), details=True)
+    (verdict,) = bench.records(VerdictRecord)
+    assert verdict.statements == ("signed by b0", "signed by b0", "signed by a0")
+    (shown,) = bench.run.audits.verdicts
+    assert (shown.peer, shown.statements) == ("b0", ()), "evidence may have megabytes"
 
 
 def test_what_a_member_without_work_puts_in_expels_it_at_once() -> None:
