@@ -309,6 +309,14 @@ def test_a_statement_with_another_number_of_sums_fails_the_attempt() -> None:
     assert bench.step().failure_counts == {"c0": 1}
 
 
+def test_digests_of_slices_that_were_not_asked_for_fail_the_attempt() -> None:
+    """All that a member states is kept as evidence, so it states no more than it is asked for."""
+    bench = averaged()
+    states(bench, "c0", slices(0, (2, 3, 2), (2, 0, 0)))
+    assert bench.sent("a0", AbortRound)
+    assert bench.step().failure_counts == {"c0": 1}
+
+
 def test_a_report_that_arrives_twice_is_no_answer_to_a_check() -> None:
     bench = averaged()
     bench.averaged("a0")

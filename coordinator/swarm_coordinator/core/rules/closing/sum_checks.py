@@ -73,6 +73,10 @@ def record(
         return "it signed sums of another attempt, or under another seed"
     if len(statement.checks) != len(check.shares[peer.peer]):
         return f"it signed {len(statement.checks)} sums of {len(check.shares[peer.peer])}"
+    if not check.details and any(
+        one.parts or one.results or one.received for one in statement.checks
+    ):
+        return "it signed digests of slices without being asked for them"
     lie = sums.lie_in(check, peer.peer, statement)
     check.record(peer.peer, SignedSums(statement, event.envelope))
     found.answer(peer.peer, now)
