@@ -9,6 +9,7 @@ selects what counts: a token's members in mode "token", the list in "allow-list"
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Set
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Annotated, Literal
@@ -125,6 +126,9 @@ class AdmissionBook:
     bans: dict[PeerId, BanEntry] = field(default_factory=dict)
     _tokens_of: dict[PeerId, set[int]] = field(default_factory=dict)
     _by_hash: dict[str, int] = field(default_factory=dict)
+    _members: set[PeerId] | None = field(default=None, compare=False)
+    """The members in mode "token", None: to be found anew. They are counted every second, and a
+    published token admits any number."""
 
     def enter(self, record: AdmissionRecord, now: float) -> None:
         """Enter a record that is written, or about to be."""
@@ -147,6 +151,19 @@ class AdmissionBook:
                 self.bans[peer] = BanEntry(reason, now)
             case PeerUnbanned(peer):
                 self.bans.pop(peer, None)
+        self._update_members(record)
+
+    def _update_members(self, record: AdmissionRecord) -> None:
+        if self._members is None:
+            return
+        match record:
+            case TokenRevoked():
+                self._members = None
+            case MemberAdmitted(peer) | PeerBanned(peer) | PeerUnbanned(peer):
+                if self.is_member(peer) and peer not in self.bans:
+                    self._members.add(peer)
+                else:
+                    self._members.discard(peer)
 
     def withdraw(self, record: MemberAdmitted) -> None:
         """Withdraw an admission that could not be written."""
@@ -155,6 +172,7 @@ class AdmissionBook:
         tokens.discard(record.token)
         if not tokens:
             self._tokens_of.pop(record.peer, None)
+        self._update_members(record)
 
     # ---- tokens
 
@@ -206,11 +224,14 @@ class AdmissionBook:
         """Whether a token that is not revoked has admitted the peer."""
         return any(token.revoked_at is None for token in self.tokens_of(peer))
 
-    def members(self, mode: AdmissionMode) -> set[PeerId]:
+    def members(self, mode: AdmissionMode) -> Set[PeerId]:
         """Peers that may join without presenting anything; in mode "open" no peer has to."""
         if mode == "allow-list":
             return self.allowed.keys() - self.bans.keys()
-        return {peer for peer in self._tokens_of if self.is_member(peer)} - self.bans.keys()
+        if self._members is None:
+            admitted = {peer for peer in self._tokens_of if self.is_member(peer)}
+            self._members = admitted - self.bans.keys()
+        return self._members
 
     def refusal(self, mode: AdmissionMode, peer: PeerId) -> str | None:
         """Why `peer` may not take part now, as a sentence for it; None if it may."""

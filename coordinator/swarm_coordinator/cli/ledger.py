@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import click
+from pydantic import ValidationError
 
 from swarm_coordinator.cli.arguments import RUN_DIR
 from swarm_coordinator.core.events import VerdictRecord
@@ -18,6 +19,7 @@ from swarm_coordinator.storage.records import read_verdicts
 from swarm_shared.base.atomic_file import atomic_file
 from swarm_shared.base.clock import wall
 from swarm_shared.base.errors import ProtocolError, StorageError, UsageError
+from swarm_shared.base.json_messages import first_error
 from swarm_shared.base.types import PeerId, RunId
 from swarm_shared.credit.ledger import write_ledger
 from swarm_shared.credit.ledger_lines import StepLine
@@ -94,10 +96,11 @@ def provable_verdicts(
     for one in records:
         try:
             found.append(_provable(run, one))
-        except ProtocolError as error:
+        except (ProtocolError, ValidationError) as error:
+            reason = first_error(error) if isinstance(error, ValidationError) else str(error)
             left_out.append(
                 f"the verdict against {one.peer} in step {one.step} is left out, and the credit "
-                f"that it voids counts in this ledger, because its evidence is incomplete: {error}"
+                f"that it voids counts in this ledger, because its evidence is incomplete: {reason}"
             )
     return found, left_out
 

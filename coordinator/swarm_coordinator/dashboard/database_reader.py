@@ -96,6 +96,8 @@ class DatabaseReader:
         """The newest verdict, which may void credit of steps that are read already."""
         self._ranked: tuple[ContributionRow, ...] = ()
         self._ranked_for: tuple[int, int, int, float] | None = None
+        self._book = AdmissionBook()
+        self._book_rows: tuple[int, ...] = ()
 
     def _reset_steps(self) -> None:
         self._last_row = 0
@@ -121,9 +123,7 @@ class DatabaseReader:
                     pass
                 self._read_names(connection)
                 self._read_notes(connection)
-                book = read_admission(connection)
-        else:
-            book = AdmissionBook()
+                self._read_admission(connection)
         contributions = self._rank(now)
         return DatabaseView(
             steps=self._steps,
@@ -136,7 +136,7 @@ class DatabaseReader:
             notes=tuple(self._notes),
             rollbacks=self._rollbacks,
             durations=tuple(self._durations),
-            book=book,
+            book=self._book,
         )
 
     # ---------------------------------------------------------------- steps and shares
@@ -216,6 +216,20 @@ class DatabaseReader:
         ).fetchall()
         self._notes += [EventRow(id=row, written_at=at, text=t) for row, at, t in reversed(rows)]
         del self._notes[:-EVENTS_KEPT]
+
+    # ---------------------------------------------------------------- admission
+
+    def _read_admission(self, connection: Connection) -> None:
+        # Of these rows none is deleted, and an end is entered once: a change changes a number. A
+        # published token has any number of members, which are not read anew for nothing.
+        rows = connection.execute(
+            "SELECT (SELECT count(*) FROM members), "
+            "(SELECT count(*) + count(revoked_at) FROM tokens), "
+            "(SELECT count(*) + count(removed_at) FROM allowances), "
+            "(SELECT count(*) + count(lifted_at) FROM bans)"
+        ).fetchone()
+        if rows != self._book_rows:
+            self._book, self._book_rows = read_admission(connection), rows
 
 
 def _contribution_row(rank: int, sums: OwnerSums, now: float) -> ContributionRow:

@@ -16,6 +16,7 @@ from typing import Literal
 import trio
 
 from swarm_coordinator.admission.authority import AdmissionAuthority
+from swarm_coordinator.admission.device_owners import named_owner
 from swarm_coordinator.core.events import (
     AuditAnswered,
     Event,
@@ -195,6 +196,10 @@ class ControlServer:
             certified_at = self.admission.clock()
             certificate = await self.admission.admit(stream.remote, hello)
             receipts = await self.receipts.check(hello.receipts)
+            owner = self.admission.owners.of(stream.remote)
+            if owner != named_owner(stream.remote, hello.owner):
+                # A verdict would name one owner, with the binding of the other as evidence.
+                raise ProtocolError("another hello of this peer has named another owner since")
         except (AdmissionError, VersionError, ProtocolError) as error:
             await self._refuse(stream, error)
             return
@@ -203,7 +208,6 @@ class ControlServer:
         announced = self._checked(session.peer, hello.announced, session.place)
         proven = announced.model_dump(exclude={"kind", "carrier"}) | {"carrier": announced.carrier}
         checked = hello.model_copy(update=proven)
-        owner = self.admission.owners.of(session.peer)
         attached = PeerAttached(session.number, session.peer, checked, certificate, receipts, owner)
         try:
             with session.scope:

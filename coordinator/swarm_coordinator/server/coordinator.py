@@ -280,7 +280,7 @@ class Coordinator:
                 return False
             self._sessions.make_current(event.session, event.peer)
             hello = event.hello
-            team, owner = normalised_team(hello.team), self._admission.owners.of(event.peer)
+            team, owner = normalised_team(hello.team), event.owner
             binding = "" if owner is None else hello.owner
             self._service.store.post(PeerSeen(event.peer, hello.name, team, binding))
             self._news.leaderboard.describe(event.peer, hello.name, team, owner)

@@ -53,8 +53,11 @@ async def write_status(
 
     StorageError when the file cannot be written.
     """
+    began = time.thread_time()
     document = document_without_peers(state, now).model_copy(update=server)
-    peers, seconds = await _peer_rows(state, now)
+    seconds = time.thread_time() - began
+    peers, of_rows = await _peer_rows(state, now)
+    seconds += of_rows
     document = document.model_copy(update={"peers": peers})
     dead_after_seconds = state.manifest.limits.dead_after_seconds
     return seconds + await anyio.to_thread.run_sync(

@@ -38,7 +38,7 @@ from swarm_coordinator.storage import journal
 from swarm_coordinator.storage.admission_rows import insert_admission, write_binding
 from swarm_coordinator.storage.connection import Connection
 from swarm_coordinator.storage.retention import prune
-from swarm_shared.base.types import PeerId, Version
+from swarm_shared.base.types import MAX_EXACT_INTEGER, PeerId, Version
 from swarm_shared.protocol import LinkBytes
 from swarm_shared.trust.evidence import Evidence
 
@@ -307,16 +307,25 @@ def _insert_links(connection: Connection, record: LinksReported, now: float) -> 
         "INSERT INTO links (reporter, remote, protocol, sent, received, written_at) "
         f"VALUES ({_PEER_ROW_ID}, ?, ?, ?, ?, ?) "
         "ON CONFLICT (reporter, remote, protocol) DO UPDATE SET "
-        "sent_before = links.sent_before + "
-        "CASE WHEN excluded.sent < links.sent THEN links.sent ELSE 0 END, "
-        "received_before = links.received_before + "
-        "CASE WHEN excluded.received < links.received THEN links.received ELSE 0 END, "
+        f"{_sum_of_earlier_starts('sent')}, {_sum_of_earlier_starts('received')}, "
         "sent = excluded.sent, received = excluded.received, written_at = excluded.written_at",
         [
             (reporter, link.remote, link.protocol, link.sent, link.received, now)
             for reporter, links in record.links.items()
             for link in links
         ],
+    )
+
+
+def _sum_of_earlier_starts(count: str) -> str:
+    """SQL that adds the last count to those of earlier starts when it begins anew.
+
+    What is beyond MAX_EXACT_INTEGER is no count, and no further one is added: a reporter that makes
+    numbers up could have the sum overflow, which refuses the rows of all in its commit.
+    """
+    return (
+        f"{count}_before = links.{count}_before + CASE WHEN excluded.{count} < links.{count} "
+        f"AND links.{count}_before <= {MAX_EXACT_INTEGER} THEN links.{count} ELSE 0 END"
     )
 
 

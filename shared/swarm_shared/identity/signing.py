@@ -38,6 +38,10 @@ MAX_ENVELOPE_BYTES = 64 * 1024
 MAX_CREDENTIAL_BYTES = 4096
 """Default bound of a `SignedMessage`; most of them have less than 900 bytes."""
 
+MAX_OVERHEAD_BYTES = 256
+"""Most bytes of a `SignedMessage`'s envelope beside its JSON: key, signature and lengths have 127;
+the rest is for numbers that another release may write with more digits."""
+
 JSON_PAYLOAD_TYPE = b"/swarmtrain/json/1"
 
 # Field number << 3 | wire type 2 (length-delimited).
@@ -96,12 +100,19 @@ def encode_envelope(envelope: bytes) -> str:
 
 
 def decode_envelope(text: str, what: str = "a signed message") -> bytes:
-    """Decode an envelope from base64; FrameError, which names it as `what`, for other text."""
+    """Decode an envelope from base64; FrameError, which names it as `what`, for other text.
+
+    Only the spelling of `encode_envelope` is accepted: the last character may have bits that belong
+    to no byte. Evidence could be changed there, or signed in a way that no verifier accepts.
+    """
     try:
-        return base64.b64decode(text, validate=True)
+        envelope = base64.b64decode(text, validate=True)
     except ValueError as error:
         # binascii.Error is one; text that is not ASCII raises the plain ValueError.
         raise FrameError(f"{what} is not base64") from error
+    if encode_envelope(envelope) != text:
+        raise FrameError(f"{what} is not spelt as base64 is")
+    return envelope
 
 
 def sign_message(identity: Identity, message: FrozenModel, domain: str) -> bytes:
@@ -149,9 +160,15 @@ class SignedMessage(FrozenModel):
     @classmethod
     def open(cls, envelope: bytes, signer: PeerId | None = None) -> Self:
         """Return the message, signed by `signer` and by the peer that it names. FrameError or
-        SignatureError otherwise."""
+        SignatureError otherwise.
+
+        FrameError also for JSON with white space: envelopes are kept as evidence and sent to all
+        members, and a few hundred bytes could be thousands.
+        """
         assert signer is not None or cls.signed_by is not None, "anyone could have signed it"
         message, signed_by = open_message(envelope, cls, cls.domain, signer, cls.max_bytes)
+        if len(envelope) > len(message.model_dump_json().encode()) + MAX_OVERHEAD_BYTES:
+            raise FrameError(f"{signed_by} signed {cls.called} with white space in it")
         if cls.signed_by is not None and signed_by != (named := getattr(message, cls.signed_by)):
             raise SignatureError(f"{signed_by} signed {cls.called} in the name of {named}")
         return message

@@ -9,6 +9,8 @@ seals with the ledger (`swarm_shared.credit.ledger`).
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -29,7 +31,7 @@ from swarm_shared.base.types import (
     SumEnvelope,
 )
 from swarm_shared.identity.credentials import Receipt, open_owner_binding
-from swarm_shared.identity.signing import decode_envelope, encode_envelope
+from swarm_shared.identity.signing import decode_envelope
 from swarm_shared.identity.work_statements import AuditStatement, SumStatement
 from swarm_shared.trust.votes import MAX_VOTERS, Claim, Finding, Outcome, Vote, finding, outcome
 
@@ -38,6 +40,12 @@ MAX_TRUSTED_OWNERS = 100
 
 MAX_ENTITLED = 1_000_000
 """Most owners of a stage."""
+
+MAX_SUM_STATEMENTS = 2 * MAX_REDUCTION_MEMBERS
+"""Most statements of a lie about an average."""
+MAX_SUM_CHARACTERS = 8 * 2**20
+"""Most characters of these, half of what a line of the ledger takes: with details the statements of
+a thousand members have ten times as many."""
 
 
 class SignedStatement(FrozenModel):
@@ -93,9 +101,22 @@ class SumVerdict(FrozenModel):
     void_after: Step
     """The owner's credit of later steps is void, up to and with `step`."""
     statements: Annotated[
-        tuple[SumEnvelope, ...], Field(min_length=1, max_length=2 * MAX_REDUCTION_MEMBERS)
+        tuple[SumEnvelope, ...], Field(min_length=1, max_length=MAX_SUM_STATEMENTS)
     ]
     """Signed by members (`SumStatement`) and auditors (`AuditStatement`), in base64."""
+
+
+def sum_evidence(own: Iterable[str], others: Iterable[str]) -> tuple[str, ...]:
+    """Return the statements that a verdict keeps: the loser's own first, then as many of the others
+    as the ledger takes."""
+    kept: list[str] = []
+    room = MAX_SUM_CHARACTERS
+    for statement in itertools.chain(own, others):
+        room -= len(statement)
+        if kept and (room < 0 or len(kept) == MAX_SUM_STATEMENTS):
+            break
+        kept.append(statement)
+    return tuple(kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +143,7 @@ class Judgement:
 def judge(run: RunId, evidence: Evidence) -> Judgement:
     """Open all signed parts and compute the outcome; ProtocolError names a part that does not
     hold."""
-    receipt = Receipt.open(_opened(evidence.receipt, "the audited receipt"))
+    receipt = Receipt.open(decode_envelope(evidence.receipt, "the audited receipt"))
     if receipt.run != run:
         raise ProtocolError("the audited receipt is of another run")
     owner = _owner_of(receipt.peer, evidence.binding)
@@ -163,7 +184,7 @@ def check_sum_verdict(run: RunId, verdict: SumVerdict) -> None:
     loser's."""
     signers: set[PeerId] = set()
     for text in verdict.statements:
-        statement = _sum_or_audit(_opened(text, "a statement about sums"))
+        statement = _sum_or_audit(decode_envelope(text, "a statement about sums"))
         if (statement.run, statement.step) != (run, verdict.step):
             raise ProtocolError("a statement about sums is of another step than the verdict")
         signers.add(statement.peer if isinstance(statement, SumStatement) else statement.auditor)
@@ -181,7 +202,7 @@ def _sum_or_audit(envelope: bytes) -> SumStatement | AuditStatement:
 
 
 def _vote(receipt: Receipt, claim: Claim, signed: SignedStatement, tolerance: float) -> Vote:
-    statement = AuditStatement.open(_opened(signed.statement, "an auditor's statement"))
+    statement = AuditStatement.open(decode_envelope(signed.statement, "an auditor's statement"))
     audited = (receipt.run, receipt.step, receipt.microbatch, receipt.stage, receipt.peer)
     of = (statement.run, statement.step, statement.microbatch, statement.stage, statement.peer)
     if of != audited:
@@ -198,12 +219,4 @@ def _vote(receipt: Receipt, claim: Claim, signed: SignedStatement, tolerance: fl
 def _owner_of(peer: PeerId, binding: str) -> PeerId:
     if not binding:
         return peer
-    return open_owner_binding(_opened(binding, f"the owner binding of {peer}"), peer).owner
-
-
-def _opened(text: str, what: str) -> bytes:
-    """Decode base64 in its one canonical spelling, so that no byte of it can be changed."""
-    envelope = decode_envelope(text, what)
-    if encode_envelope(envelope) != text:
-        raise FrameError(f"{what} is not spelt as base64 is")
-    return envelope
+    return open_owner_binding(decode_envelope(binding, f"the owner binding of {peer}"), peer).owner

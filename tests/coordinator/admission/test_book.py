@@ -113,6 +113,17 @@ def test_an_admission_that_could_not_be_written_down_gives_the_use_back() -> Non
     assert book.refusal("token", ANNA) is not None
 
 
+def test_members_are_counted_once_and_not_for_every_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A published token admits any number of peers."""
+    book = book_of(token(), *(MemberAdmitted(peer, 1) for peer in (ANNA, BERT)))
+    assert book.members("token") == {ANNA, BERT}
+    asked: list[PeerId] = []
+    monkeypatch.setattr(AdmissionBook, "is_member", lambda _, peer: asked.append(peer) or True)
+    book.enter(MemberAdmitted(CARL, 1), NOW)
+    assert book.members("token") == {ANNA, BERT, CARL}
+    assert asked == [CARL]
+
+
 def test_the_secret_of_a_token_is_in_no_record() -> None:
     book = book_of(token(secret="do not tell"))
     assert "do not tell" not in repr(book)
@@ -197,7 +208,10 @@ def test_the_right_to_take_part_follows_from_the_last_record_on_each_peer(
     banned = isinstance(last(records, peer, PeerBanned, PeerUnbanned), PeerBanned)
     listed = isinstance(last(records, peer, PeerAllowed, PeerDisallowed), PeerAllowed)
     may = {"open": True, "token": bool(tokens - revoked), "allow-list": listed}[mode]
-    book = book_of(*records)
+    book = AdmissionBook()
+    for record in records:
+        assert book.members("token") is not None  # they are kept from here on
+        book.enter(record, NOW)
     assert (book.refusal(mode, peer) is None) == (may and not banned)
     if mode != "open":
         assert (peer in book.members(mode)) == (may and not banned)

@@ -14,6 +14,7 @@ from kits import lost_audit
 from kits.coordinator import run as run_kit
 from kits.coordinator.shell_world import make_run
 from swarm_client.cli.main import swarm_client
+from swarm_coordinator.cli.ledger import provable_verdicts
 from swarm_coordinator.cli.main import cli, run
 from swarm_coordinator.core.events import RolledBack, VerdictRecord
 from swarm_coordinator.durability.run_files import load_identity, load_manifest
@@ -21,10 +22,11 @@ from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.storage.history import history
 from swarm_coordinator.storage.records import PeerSeen
 from swarm_shared.base.errors import ProtocolError
-from swarm_shared.base.types import Step, Version
+from swarm_shared.base.types import RunId, Step, Version
 from swarm_shared.identity.credentials import sign_owner_binding
 from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.signed_manifest import run_id_of
+from swarm_shared.trust.evidence import MAX_SUM_STATEMENTS
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +127,18 @@ def test_a_stranger_finds_the_verdicts_proved_and_the_void_credit_left_out(tmp_p
     assert [one["outcome"] for one in told["verdicts"]] == ["lost"]
     counted = {one["peer"]: one["microbatches"] for one in told["totals"]}
     assert counted == {kit.AUDITED.peer_id: 1, run_kit.BERT: 3, run_kit.ANNA: 6}
+
+
+def test_a_verdict_with_more_statements_than_a_line_takes_does_not_end_the_export() -> None:
+    of = RunId("ab" * 32)
+    record = VerdictRecord(
+        lost_audit.STEP, None, lost_audit.STAGE, run_kit.ANNA, run_kit.ANNA, run_kit.ANNA,
+        "it lies",
+        statements=(lost_audit.sums(lost_audit.FIRST, of),) * (MAX_SUM_STATEMENTS + 1),
+    )  # fmt: skip
+    found, [sentence] = provable_verdicts(of, (record,))
+    assert found == []
+    assert f"the verdict against {run_kit.ANNA} in step 9 is left out" in sentence
 
 
 def test_a_changed_line_and_another_organiser_are_refused(ledger: Path, tmp_path: Path) -> None:

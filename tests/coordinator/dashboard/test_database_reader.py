@@ -12,6 +12,15 @@ from hypothesis import strategies as st
 
 from kits import lost_audit
 from kits.coordinator import run as run_kit
+from swarm_coordinator.admission.book import (
+    AdmissionBook,
+    MemberAdmitted,
+    PeerBanned,
+    PeerUnbanned,
+    TokenCreated,
+    TokenRevoked,
+    hash_of,
+)
 from swarm_coordinator.core.events import (
     AppliedStep,
     Note,
@@ -27,7 +36,8 @@ from swarm_coordinator.dashboard.database_reader import (
     DatabaseReader,
     DatabaseView,
 )
-from swarm_coordinator.storage.connection import DatabaseLocation
+from swarm_coordinator.storage.admission_rows import read_admission
+from swarm_coordinator.storage.connection import Connection, DatabaseLocation
 from swarm_coordinator.storage.history import history
 from swarm_coordinator.storage.records import PeerSeen
 from swarm_coordinator.storage.store import SqliteStore, open_store
@@ -95,6 +105,39 @@ def test_what_a_rollback_took_back_is_forgotten(store: SqliteStore) -> None:
     assert after.rollbacks == 1
     assert said(after) == said(look_afresh(store))
     assert before.step_count == 4, "what was handed out before has not changed"
+
+
+def test_admission_is_read_after_each_change_and_not_for_nothing(
+    store: SqliteStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A published token has any number of members, and is read once a second."""
+    read: list[AdmissionBook] = []
+
+    def counting(connection: Connection) -> AdmissionBook:
+        read.append(read_admission(connection))
+        return read[-1]
+
+    monkeypatch.setattr(database_reader, "read_admission", counting)
+    reader = DatabaseReader(place(store), SHARES)
+    assert reader.refresh(NOW).book.bans == {}
+    for number, (record, bans, tokens, members) in enumerate(
+        [
+            (TokenCreated(1, hash_of("secret")), 0, 1, 0),
+            (MemberAdmitted(run_kit.ANNA, 1), 0, 1, 1),
+            (PeerBanned(run_kit.ANNA, "spam"), 1, 1, 0),
+            (PeerBanned(run_kit.ANNA, "lies"), 1, 1, 0),
+            (PeerUnbanned(run_kit.ANNA), 0, 1, 1),
+            (TokenRevoked(1), 0, 1, 0),
+        ],
+        start=2,
+    ):
+        run_kit.write(store, record)
+        book = reader.refresh(NOW).book
+        assert (len(book.bans), len(book.tokens), len(book.members("token"))) == (
+            bans, tokens, members,
+        )  # fmt: skip
+        assert reader.refresh(NOW).book is book
+        assert len(read) == number
 
 
 def test_contributions_are_those_of_history_and_credit_is_tokens_times_work_share(

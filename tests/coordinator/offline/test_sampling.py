@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import pytest
 import torch
 
 from swarm_coordinator.offline.sampling import sample_text
@@ -78,3 +81,14 @@ def test_a_low_temperature_sticks_to_likely_tokens():
     with torch.no_grad():
         likeliest = stage(ids[:, :16]).argmax(-1)
     assert torch.equal(likeliest[0, :-1], ids[0, 1:16])
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_model_that_is_not_finite_writes_nothing(wrong: float, temperature: float) -> None:
+    """Its evaluation says that the loss is no number, and does not fail at the text."""
+    model = untrained()
+    with torch.no_grad():
+        next(model.parameters()).fill_(wrong)
+    text = sample_text(model, BYTES.encode, BYTES.decode, 0, "abc", 5, temperature, 0)
+    assert text == "abc"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.storage.history import history
 from swarm_shared.base.types import Generation, StageIndex, Step
 from swarm_shared.identity.keys import Identity
+from swarm_shared.identity.signing import JSON_PAYLOAD_TYPE, encode_envelope, seal
 from swarm_shared.identity.work_statements import SumDigests, SumStatement
 from swarm_shared.protocol import Refused, SumsChecked
 
@@ -41,14 +41,14 @@ async def test_two_members_of_a_stage_sign_their_sums_in_every_close(tmp_path: P
     assert "sum_check" not in volunteers[1].seen, "it is alone in its stage"
 
 
-def statement(signer: Identity, run: str, **changes: Any) -> str:
+def statement(signer: Identity, run: str, spaces: int = 0, **changes: Any) -> str:
     values: dict[str, Any] = {
         "run": run, "generation": Generation(1), "step": Step(1), "attempt": 5,
         "stage": StageIndex(0), "peer": signer.peer_id, "seed": SEED,
         "checks": (SumDigests(part="0" * 16, result="0" * 16),),
     }  # fmt: skip
-    signed = SumStatement(**{**values, **changes}).sign(signer)
-    return base64.b64encode(signed).decode()
+    content = SumStatement(**{**values, **changes}).model_dump_json() + " " * spaces
+    return encode_envelope(seal(signer, SumStatement.domain, JSON_PAYLOAD_TYPE, content.encode()))
 
 
 @pytest.mark.parametrize(
@@ -59,8 +59,9 @@ def statement(signer: Identity, run: str, **changes: Any) -> str:
         ({"run": "0" * 64}, "in run 000000000000"),
         ({"signer": "another"}, "must sign is signed by"),
         ({"envelope": "?"}, "is not base64"),
+        ({"spaces": 1000}, "white space"),
     ],
-    ids=["step", "attempt", "run", "signer", "text"],
+    ids=["step", "attempt", "run", "signer", "text", "padding"],
 )
 async def test_a_statement_that_is_not_the_senders_own_ends_its_session(
     folder: RunFolder, changes: dict[str, Any], reason: str

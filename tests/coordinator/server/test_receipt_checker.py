@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import base64
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import trio
 
 from kits import lost_audit as kit
-from kits.coordinator.shell_world import make_run, served
+from kits.coordinator.shell_world import LIMITS, Client, client, make_run, served
 from swarm_coordinator.core.events import VerdictRecord
 from swarm_coordinator.server import control_protocol
 from swarm_coordinator.server.control_protocol import ReceiptChecker
+from swarm_shared.base.errors import FrameError
 from swarm_shared.base.transcript import Transcript
 from swarm_shared.base.types import RunId, Step
 from swarm_shared.identity.credentials import Receipt
+from swarm_shared.protocol import CONTROL_PROTOCOL, Refused, Welcome
 from swarm_shared.trust.votes import Claim
 
 RUN = RunId("ab" * 32)
@@ -35,6 +40,16 @@ async def test_a_liar_that_signs_the_truth_later_does_not_replace_the_evidence()
     assert checker.envelope(verdict(kit.FALSE)) == false
     assert checker.envelope(verdict(kit.TRUE)) == true
     assert ReceiptChecker(RUN).envelope(verdict(kit.FALSE)) == ""
+
+
+async def test_a_receipt_that_no_ledger_could_show_does_not_count() -> None:
+    """The last character of base64 may have bits that belong to no byte; evidence has none set."""
+    receipt = next(one for n in range(3) if (one := kit.receipt(RUN, tokens=10**n)).endswith("="))
+    digits = receipt.rstrip("=")
+    changed = digits[:-1] + chr(ord(digits[-1]) + 1) + "=" * (len(receipt) - len(digits))
+    assert base64.b64decode(changed, validate=True) == base64.b64decode(receipt)
+    with pytest.raises(FrameError, match="a receipt is not spelt as base64 is"):
+        await ReceiptChecker(RUN).check([changed])
 
 
 async def test_what_a_liar_signs_later_does_not_push_out_the_evidence(
@@ -67,3 +82,40 @@ async def test_receipts_that_count_in_a_run_are_kept(
     assert {cell for cell in kept if cell[0] <= 2} == {
         (step, microbatch, stage) for step in (1, 2) for microbatch in (0, 1) for stage in (0, 1)
     }
+
+
+async def test_a_device_has_no_other_owner_than_the_one_whose_binding_it_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A verdict names the owner, and its evidence has the binding."""
+    checked, waits, both = ReceiptChecker.check, trio.Event(), trio.Event()
+
+    async def slow_for_the_first(
+        self: ReceiptChecker, envelopes: Sequence[str]
+    ) -> tuple[Receipt, ...]:
+        if envelopes:
+            waits.set()
+            await both.wait()
+        return await checked(self, envelopes)
+
+    monkeypatch.setattr(ReceiptChecker, "check", slow_for_the_first)
+    answers: list[Welcome | Refused] = []
+    async with served(make_run(tmp_path / "run")) as run:
+        device, receipt = kit.AUDITED, kit.receipt(run.invite.run_id)
+        async with client(run.invite, device) as one:
+            coordinator = run.invite.coordinator
+            stream = await one.node.open_stream(coordinator, CONTROL_PROTOCOL, LIMITS)
+            other = Client(one.node, stream, run.invite)
+
+            async def first() -> None:
+                binding = kit.binding(kit.FIRST, device)
+                answers.append(await one.hello(owner=binding, receipts=(receipt,)))
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(first)
+                await waits.wait()
+                await other.join(owner=kit.binding(kit.SECOND, device))
+                both.set()
+    [refused] = answers
+    assert isinstance(refused, Refused)
+    assert "named another owner since" in refused.reason

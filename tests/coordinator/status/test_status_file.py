@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kits.swarm_world.event_bench import Bench
+from swarm_coordinator.core.state.run import RunState
+from swarm_coordinator.status import status_file
 from swarm_coordinator.status.document import PathRow, PeerRow, StatusDocument
-from swarm_coordinator.status.status_file import ROWS_PER_TURN, encode_document, read_status
+from swarm_coordinator.status.status_file import (
+    ROWS_PER_TURN,
+    encode_document,
+    read_status,
+    write_status,
+)
 from swarm_coordinator.status.text import PATHS_SHOWN, status_lines
 from swarm_shared.base.errors import StorageError
 
@@ -169,6 +178,22 @@ def test_long_tables_are_encoded_in_parts_as_they_would_be_whole() -> None:
     assert encoded["loss"] is None
     assert encoded["paths"][0]["rtt_seconds"] is None
     assert json.loads(encode_document(document())) == document().model_dump(mode="json")
+
+
+async def test_the_time_of_everything_that_is_shown_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer pauses by it: a hundred thousand owners take a tenth of a second to be counted."""
+    made = status_file.document_without_peers
+
+    def slow(run: RunState, now: float) -> StatusDocument:
+        end = time.thread_time() + 0.2
+        while time.thread_time() < end:
+            pass
+        return made(run, now)
+
+    monkeypatch.setattr(status_file, "document_without_peers", slow)
+    assert await write_status(tmp_path / "status.json", Bench().run, 0.0, {}, {}) >= 0.2
 
 
 def test_a_status_is_read_as_it_was_written(tmp_path: Path) -> None:

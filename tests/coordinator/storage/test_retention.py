@@ -20,7 +20,7 @@ from swarm_coordinator.storage.database import open_for_reading
 from swarm_coordinator.storage.history import history
 from swarm_coordinator.storage.records import LinksReported, PeerSeen, RowsPruned
 from swarm_coordinator.storage.store import Store
-from swarm_shared.base.types import PeerId, StageIndex, Step
+from swarm_shared.base.types import MAX_EXACT_INTEGER, PeerId, StageIndex, Step
 from swarm_shared.protocol import LinkBytes
 
 OWNER = named("Berta")
@@ -89,6 +89,15 @@ def test_links_without_end_leave_the_newest_rows_of_each_reporter(place: Databas
     assert {peer: sorted(sent) for peer, sent in of.items()} == {
         ANNA: [17, 18, 19], OWNER: [15, 16, 17, 18, 19],
     }  # fmt: skip
+
+
+def test_a_count_that_jumps_for_ever_keeps_no_rows_out(store: Store) -> None:
+    most = LinkBytes(remote=OWNER, protocol="/a/1", sent=MAX_EXACT_INTEGER, received=0)
+    jumps = (most, most.model_copy(update={"sent": 0}))
+    write(store, *(LinksReported({ANNA: (one,)}) for one in jumps * 1100))
+    write(store, LinksReported({ANNA: (jumps[0],), OWNER: (link(1),)}))
+    found = store.read(lambda db: db.execute("SELECT sent, sent_before FROM links").fetchall())
+    assert sorted(found) == [(1, 0), (MAX_EXACT_INTEGER, 2 * MAX_EXACT_INTEGER)]
 
 
 @pytest.mark.usefixtures("few")

@@ -20,7 +20,7 @@ from swarm_shared.identity.credentials import (
     sign_owner_binding,
 )
 from swarm_shared.identity.keys import Identity
-from swarm_shared.identity.signing import sign_message
+from swarm_shared.identity.signing import JSON_PAYLOAD_TYPE, seal, sign_message
 
 ORGANISER = Identity.from_seed(b"o" * 32)
 PEER = Identity.from_seed(b"p" * 32)
@@ -57,6 +57,14 @@ BINDING = CarrierBinding(
 
 def check(envelope: bytes, now: float = NOW, remote: Identity = PEER) -> MembershipCertificate:
     return check_certificate(envelope, RUN, ORGANISER.peer_id, now, remote.peer_id)
+
+
+def test_what_is_signed_has_no_more_bytes_than_it_needs() -> None:
+    """The binding of a p2pd goes to all members: white space could make it ten times as long."""
+    padded = BINDING.model_dump_json() + " " * 1000
+    envelope = seal(PEER, CarrierBinding.domain, JSON_PAYLOAD_TYPE, padded.encode())
+    with pytest.raises(FrameError, match="white space"):
+        open_carrier_binding(envelope, PEER.peer_id, NOW)
 
 
 def test_a_certificate_lets_its_peer_in() -> None:

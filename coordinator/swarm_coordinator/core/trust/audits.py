@@ -212,7 +212,7 @@ class AuditBook:
     standings: Standings = field(default_factory=Standings)
     classes: Classes = field(default_factory=Classes)
     verdicts: deque[VerdictRecord] = field(default_factory=lambda: deque(maxlen=SHOWN_VERDICTS))
-    """The newest verdicts, oldest first."""
+    """The newest verdicts, oldest first, without their evidence, which may have megabytes."""
     last_audit: int = 0
     """Number of the latest order to audit; never reused in a generation."""
     unverified_since: Step | None = None

@@ -15,7 +15,7 @@ from swarm_shared.base.types import PeerId, Step, Version
 
 MAX_OWNERS = 100_000
 """Number of owners with a standing; those without a lost audit and with the fewest passed ones are
-dropped first."""
+dropped first, several at a time. A device may show a new owner's binding with each hello."""
 
 
 @dataclass(slots=True)
@@ -71,13 +71,15 @@ class Standings:
         standing = self.owners.get(owner)
         if standing is None:
             if len(self.owners) >= MAX_OWNERS:
-                least = min(
-                    self.owners, key=lambda key: (self.owners[key].lost, self.owners[key].passed)
-                )
-                del self.owners[least]
-                self.changed.discard(least)
+                self._drop_least(max(1, MAX_OWNERS // 8))
             standing = self.owners[owner] = Standing()
         return standing
+
+    def _drop_least(self, number: int) -> None:
+        by_worth = sorted(self.owners, key=lambda o: (self.owners[o].lost, self.owners[o].passed))
+        for owner in by_worth[:number]:
+            del self.owners[owner]
+            self.changed.discard(owner)
 
     def applied(self, owners: Iterable[PeerId], step: Step) -> None:
         """The step has work of these owners: without a passed audit in it, it is unvested."""

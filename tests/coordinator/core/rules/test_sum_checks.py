@@ -23,6 +23,7 @@ from swarm_shared.base.types import Generation, PeerId, RunId, Step
 from swarm_shared.identity.linear_digest import to_text
 from swarm_shared.identity.work_statements import SumDigests, SumStatement
 from swarm_shared.protocol import AbortRound, Apply, Close, Refused, SumCheck
+from swarm_shared.trust import evidence
 
 OF_WHOLE_AUDITS = (
     SumLie.ADDS, SumLie.WATCHES, SumLie.LEAVES, SumLie.FALSE_AUDITS, SumLie.FORGES,
@@ -222,6 +223,21 @@ def test_the_record_of_a_lie_has_every_statement() -> None:
     assert sorted(verdict.statements) == sorted(f"signed by {peer}" for peer in MEMBERS * 2)
 
 
+def test_a_record_takes_what_the_ledger_does_and_first_what_the_liar_signed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(evidence, "MAX_SUM_CHARACTERS", 3 * len("signed by a0"))
+    bench = averaged()
+    state_all(bench, of_a=6, result=7)
+    for peer in MEMBERS:
+        own = 2 if peer == "a0" else 0
+        states(bench, peer, slices(own, (2, 3, 2), (2, 0, 0)), details=True)
+    (verdict,) = bench.records(VerdictRecord)
+    assert verdict.statements == ("signed by b0", "signed by b0", "signed by a0")
+    (shown,) = bench.run.audits.verdicts
+    assert (shown.peer, shown.statements) == ("b0", ()), "evidence may have megabytes"
+
+
 def test_what_a_member_without_work_puts_in_expels_it_at_once() -> None:
     bench = averaged()
     states(bench, "a0", digests(7, 8))
@@ -289,6 +305,14 @@ def test_a_statement_of_something_else_never_agrees(changes: dict[str, Any]) -> 
 def test_a_statement_with_another_number_of_sums_fails_the_attempt() -> None:
     bench = averaged()
     states(bench, "c0", digests(0, 7), digests(0, 7))
+    assert bench.sent("a0", AbortRound)
+    assert bench.step().failure_counts == {"c0": 1}
+
+
+def test_digests_of_slices_that_were_not_asked_for_fail_the_attempt() -> None:
+    """All that a member states is kept as evidence, so it states no more than it is asked for."""
+    bench = averaged()
+    states(bench, "c0", slices(0, (2, 3, 2), (2, 0, 0)))
     assert bench.sent("a0", AbortRound)
     assert bench.step().failure_counts == {"c0": 1}
 

@@ -81,3 +81,20 @@ def test_of_too_many_owners_those_with_a_lost_audit_stay(monkeypatch: pytest.Mon
     audits.standings.change(PeerId("x"))
     assert NEW in audits.standings.owners
     assert len(audits.standings.owners) == 3
+
+
+def test_owners_without_end_cost_no_search_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standing, "MAX_OWNERS", 80)
+    audits, sizes = book(), set[int]()
+    for number in range(1000):
+        audits.standings.note_counted(PeerId(f"{number}"))
+        sizes.add(len(audits.standings.owners))
+    assert (min(sizes), max(sizes)) == (3, 80)
+    assert len(audits.standings.owners) in range(70, 81)
+    left = set(audits.standings.owners)
+    audits.standings.note_counted(PeerId("one more"))
+    while len(audits.standings.owners) < 80:
+        audits.standings.note_counted(PeerId(f"{len(audits.standings.owners)} more"))
+    audits.standings.note_counted(PeerId("the last"))
+    assert len(audits.standings.owners) == 71, "ten went at once"
+    assert {OLD, OLDER} <= left & set(audits.standings.owners)

@@ -430,7 +430,7 @@ def convict(run: RunState, found: VerdictRecord, now: float) -> None:
         return
     standing = run.audits.standings.change(owner)
     record = replace(found, void_after=standing.vested_step)
-    run.audits.verdicts.append(record)
+    run.audits.verdicts.append(replace(record, evidence=None, statements=(), claim=None))
     run.commands.append(Persist(record))
     if run.audits.settings.rolls_back and standing.unvested_since:
         since = run.audits.unverified_since or standing.unvested_since

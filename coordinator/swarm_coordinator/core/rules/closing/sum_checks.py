@@ -24,6 +24,7 @@ from swarm_coordinator.core.trust import sums
 from swarm_coordinator.core.trust.sums import RoundSums, SignedSums, SumGroup
 from swarm_shared.base.types import PeerId, StageIndex
 from swarm_shared.protocol import Reduction, SumCheck
+from swarm_shared.trust.evidence import sum_evidence
 
 
 def planned(
@@ -72,6 +73,10 @@ def record(
         return "it signed sums of another attempt, or under another seed"
     if len(statement.checks) != len(check.shares[peer.peer]):
         return f"it signed {len(statement.checks)} sums of {len(check.shares[peer.peer])}"
+    if not check.details and any(
+        one.parts or one.results or one.received for one in statement.checks
+    ):
+        return "it signed digests of slices without being asked for them"
     lie = sums.lie_in(check, peer.peer, statement)
     check.record(peer.peer, SignedSums(statement, event.envelope))
     found.answer(peer.peer, now)
@@ -143,10 +148,12 @@ def _convict(
     """Expel the owner of a member whose signed statements show that it lied."""
     check, state = found.sums, run.peers[peer]
     assert check is not None
-    everyones = [one for other in sorted(check.shares) for one in check.evidence(other)]
+    others = (
+        one for other in sorted(check.shares.keys() - {peer}) for one in check.evidence(other)
+    )
     record = VerdictRecord(
         step=step.step, microbatch=None, stage=found.members[peer], peer=peer,
         owner=owner_of(state), audited=peer, reason=lie,
-        statements=tuple(everyones),
+        statements=sum_evidence(check.evidence(peer), others),
     )  # fmt: skip
     verdicts.convict(run, record, now)

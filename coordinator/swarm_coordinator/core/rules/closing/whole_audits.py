@@ -37,6 +37,7 @@ from swarm_coordinator.core.trust.whole_audits import (
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex
 from swarm_shared.identity.linear_digest import from_text
 from swarm_shared.identity.work_statements import SumStatement
+from swarm_shared.trust.evidence import sum_evidence
 from swarm_shared.trust.votes import MAX_VOTERS, Claim
 
 MOST_CHECKED = 8
@@ -229,7 +230,7 @@ def _conclude(
             step=step.step, microbatch=None, stage=stage, peer=peer,
             owner=contest.owner, audited=peer,
             reason="it put something else into its average than the sum of what it counted",
-            statements=(contest.stated.envelope, *evidence),
+            statements=sum_evidence((contest.stated.envelope,), evidence),
         )  # fmt: skip
         verdicts.convict(run, record, now)
     for microbatch, of_cell in known.items():
