@@ -14,8 +14,8 @@ log = logging.getLogger(__name__)
 
 
 async def listen(node: Node, address: str, remembered_port: int | None) -> None:
-    """Listen at `address`, whose port 0 stands for the remembered port, or for another lasting one if
-    that is taken. With all IPv4 addresses, listen on the same port of all IPv6 addresses.
+    """Listen at `address`, whose port 0 stands for the remembered port, or for another lasting one
+    if that is taken. With all IPv4 addresses, listen on the same port of all IPv6 addresses.
 
     NetworkError when it is not possible to listen there.
     """
