@@ -26,7 +26,7 @@ from swarm_client.volunteer.gradient_averager import GroupAverager
 from swarm_client.volunteer.reconnect import Attachment
 from swarm_client.volunteer.snapshots import SnapshotStore
 from swarm_client.volunteer.stage_loader import StageLoader, inject_faults
-from swarm_shared.base.errors import SwarmError
+from swarm_shared.base.errors import ProtocolError, SwarmError
 from swarm_shared.base.text import memory_text
 from swarm_shared.base.types import StageIndex
 from swarm_shared.protocol import AssignStage, Drop, Dropped
@@ -85,7 +85,14 @@ class StageManager:
         return self._rules.loading_stage
 
     def take(self, assignment: AssignStage) -> None:
-        """Start on the assignment, beside the held stage or in its place."""
+        """Start on the assignment, beside the held stage or in its place. ProtocolError for a stage
+        that the run does not have."""
+        count = self.membership.now.manifest.stage_count
+        if assignment.stage >= count:
+            raise ProtocolError(
+                f"the coordinator assigned stage {assignment.stage}, and the run has {count} "
+                "stages, counted from 0; this volunteer attaches again"
+            )
         self._rules.assigned(assignment)
         self._carry_out()
 

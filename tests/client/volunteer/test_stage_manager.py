@@ -22,6 +22,7 @@ from swarm_client.stage.protocol.errors import RequestFailed, WorkerDied
 from swarm_client.stage.protocol.messages import SetLimits
 from swarm_client.volunteer.memory_shortage import MemoryShortage
 from swarm_client.volunteer.stage_manager import StageManager, WorkerLimits
+from swarm_shared.base.errors import ProtocolError
 from swarm_shared.identity.keys import Identity
 from swarm_shared.protocol import (
     AssignStage,
@@ -223,6 +224,14 @@ async def test_an_assigned_stage_is_loaded_served_and_ready() -> None:
         assert s.holding is not None
         assert s.holding.next_stage is not None
         assert s.holding.next_stage.stage == 2
+
+
+async def test_a_stage_that_the_run_does_not_have_is_no_assignment() -> None:
+    async with scene() as s:
+        with pytest.raises(ProtocolError, match=f"assigned stage {STAGES}, and the run has"):
+            await s.assign(STAGES)
+        await s.settle()
+        assert s.workers == []
 
 
 async def test_the_last_stage_sends_nothing_on() -> None:
