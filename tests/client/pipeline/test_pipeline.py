@@ -32,6 +32,7 @@ from swarm_client.pipeline.downstream import Downstream, MicrobatchAbandoned, Mi
 from swarm_client.pipeline.edge import Edge, Stream, open_edge
 from swarm_client.pipeline.held_stage import Holding
 from swarm_client.pipeline.mask_client import MaskClient
+from swarm_client.pipeline.stage_links import StageLinks
 from swarm_client.pipeline.stage_server import StageServer
 from swarm_client.stage.handle.slots import Output
 from swarm_client.stage.protocol.errors import RequestFailed
@@ -765,3 +766,18 @@ async def test_what_is_refused_is_not_kept_until_its_sender_reads_that() -> None
         assert last.server.refused[RefusalReason.WRONG_STEP] == 1
         assert sys.getrefcount(payload) == before
         nursery.cancel_scope.cancel()
+
+
+async def test_a_microbatch_of_a_wrong_size_ends_the_link_to_the_own_stage_alone() -> None:
+    """The manifest of a new session can have another size than the samples."""
+    async with world() as w, w.peer(0) as own:
+        links = StageLinks(own.server.member, own.server, MaskClient(own))
+        sending = Downstream(
+            0, w.roster, links.open_edge, Masks(w).client, w.nursery,
+            StageRouting(random.Random(1), 8),
+        )  # fmt: skip
+        sending.oldest_step_is(1)
+        w.publish()
+        with pytest.raises(MicrobatchAbandoned):
+            await sending.send(replace(parcel(), targets=TARGETS[1:]))
+        assert own.worker.accumulated == []
