@@ -68,7 +68,7 @@ from swarm_shared.volunteer_rules.stage_account import ReceiptT, StageAccount
 
 CloseOrder = Close | SumCheck | AbortRound | Apply | SaveSnapshot
 
-MAX_QUEUED_ORDERS = 32
+MAX_QUEUED_ORDERS = 64
 """Maximum number of orders that wait to be carried out; each takes a moment, and up to some
 megabytes."""
 
