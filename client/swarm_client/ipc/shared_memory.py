@@ -111,8 +111,10 @@ def create(name_hint: str, nbytes: int) -> Segment:
 
 
 def attach(name: str) -> Segment:
-    """Attach the segment that another process has created. StorageError when it does not exist."""
+    """Attach the segment that another process of this user has created. StorageError when it does
+    not exist."""
     _check_name(name)
+    problem = "its creator has ended"
     for folder in segment_folders():
         path = folder / name
         try:
@@ -120,14 +122,20 @@ def attach(name: str) -> Segment:
         except FileNotFoundError:
             continue
         except OSError as error:
-            raise StorageError(f"cannot open the shared memory {path}: {error}") from error
+            problem = str(error)
+            continue
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH)
-            return Segment(name, path, descriptor, os.fstat(descriptor).st_size)
+            found = os.fstat(descriptor)
+            # Another user can see the name of a segment, and give it to a file in the other folder.
+            if found.st_uid == os.geteuid():
+                fcntl.flock(descriptor, fcntl.LOCK_SH)
+                return Segment(name, path, descriptor, found.st_size)
         except BaseException:
             os.close(descriptor)
             raise
-    raise StorageError(f"there is no shared memory called {name}; its creator has ended")
+        problem = f"{path} is another user's"
+        os.close(descriptor)
+    raise StorageError(f"there is no shared memory called {name}; {problem}")
 
 
 def unlink_stale(prefix: str) -> None:

@@ -13,12 +13,20 @@ from swarm_shared.base.errors import ProtocolError
 from swarm_shared.base.types import PeerId, StageIndex
 from swarm_shared.protocol import PeerRecord, Roster, RosterChange
 
+MAX_ROSTER_BYTES = 64 * 2**20
+"""Bound on the texts of all records together: twice what one message can carry."""
+
+RECORD_BYTES = 512
+"""What a record counts beside its texts; those of a full roster are half of the bound."""
+
 
 class RosterView:
     """The newest roster. Kept while the coordinator is absent: the members are still there."""
 
     def __init__(self) -> None:
         self._peers: dict[PeerId, PeerRecord] = {}
+        self._bytes = 0
+        """Of all records."""
         self._serial = 0
         self._carriers: frozenset[str] = frozenset()
         self._revoked: frozenset[PeerId] = frozenset()
@@ -29,7 +37,8 @@ class RosterView:
     def replace(self, roster: Roster) -> frozenset[PeerId]:
         """Apply a full roster; return peers revoked since the last one, whose links must be
         closed."""
-        self._peers = {record.peer: self.dialable(record) for record in roster.peers}
+        self._peers, self._bytes = {}, 0
+        self._put(roster.peers)
         return self._take(roster.serial, roster.revoked)
 
     def change(self, change: RosterChange) -> frozenset[PeerId]:
@@ -39,19 +48,37 @@ class RosterView:
                 f"the coordinator changed roster {change.since}; this peer has {self._serial}"
             )
         for removed in change.removed:
-            self._peers.pop(removed, None)
-        self._peers.update((record.peer, self.dialable(record)) for record in change.changed)
+            self._remove(removed)
+        self._put(change.changed)
         revoked = self._revoked if change.revoked is None else change.revoked
         return self._take(change.serial, revoked)
 
     def _take(self, serial: int, revoked: Iterable[PeerId]) -> frozenset[PeerId]:
         before, self._revoked = self._revoked, frozenset(revoked)
         for peer in self._revoked:
-            self._peers.pop(peer, None)
+            self._remove(peer)
         self._serial = serial
         self._index_carriers()
         self.wake()
         return self._revoked - before
+
+    def _put(self, records: Iterable[PeerRecord]) -> None:
+        """Add records. ProtocolError when all together are too long: changes could add any
+        number."""
+        for record in records:
+            self._remove(record.peer)
+            self._peers[record.peer] = self.dialable(record)
+            self._bytes += _size_bytes(self._peers[record.peer])
+        if self._bytes > MAX_ROSTER_BYTES:
+            raise ProtocolError(
+                f"the coordinator's roster of {len(self._peers)} members takes more than "
+                f"{MAX_ROSTER_BYTES >> 20} MiB; this volunteer attaches again"
+            )
+
+    def _remove(self, peer: PeerId) -> None:
+        record = self._peers.pop(peer, None)
+        if record is not None:
+            self._bytes -= _size_bytes(record)
 
     @property
     def revoked(self) -> frozenset[PeerId]:
@@ -99,9 +126,12 @@ class RosterView:
         carrier = record.carrier
         if carrier is not None:
             carrier = carrier.model_copy(update={"addresses": count(carrier.addresses)})
-        self._peers[record.peer] = known.model_copy(
+        self._remove(record.peer)
+        newer = known.model_copy(
             update={"addresses": count(record.addresses) or known.addresses, "carrier": carrier}
         )
+        self._peers[record.peer] = newer
+        self._bytes += _size_bytes(newer)
         self._index_carriers()
 
     def wake(self) -> None:
@@ -136,3 +166,11 @@ class RosterView:
 
     def __contains__(self, peer: object) -> bool:
         return peer in self._peers
+
+
+def _size_bytes(record: PeerRecord) -> int:
+    carrier = record.carrier
+    texts = (record.certificate, *record.addresses)
+    if carrier is not None:
+        texts = (*texts, carrier.binding, *carrier.addresses)
+    return RECORD_BYTES + sum(map(len, texts))

@@ -123,6 +123,7 @@ class Edge:
             while True:
                 frame = await self._stream.receive()
                 self._deliver(parse(stage_answers, frame.header), frame.payload)
+                del frame  # or its payload would stay until the next one comes
         except (LinkClosed, ProtocolError, EdgeRefused) as reason:
             error = reason
         finally:

@@ -14,7 +14,7 @@ import trio
 
 from swarm_shared.base.errors import LinkClosed, LinkTimeout
 from swarm_shared.base.types import PeerId
-from swarm_shared.network import Frame, FrameLimits
+from swarm_shared.network import AssemblyBudget, Frame, FrameLimits
 from swarm_shared.protocol.framing import Buffer
 
 FRAMES_BUFFERED = 16
@@ -61,6 +61,9 @@ class LocalStream:
 
     def expect(self, limits: FrameLimits) -> None:
         """Does nothing: both ends are this process."""
+
+    def assemble_within(self, budget: AssemblyBudget, most_bytes: int) -> None:
+        """Does nothing: frames arrive whole."""
 
     async def close(self) -> None:
         self.put.close()

@@ -15,6 +15,7 @@ from swarm_client.pipeline.edge import Edge, Stream, open_edge
 from swarm_client.pipeline.local_stream import LocalStream, local_pair
 from swarm_client.pipeline.mask_client import MaskClient
 from swarm_client.pipeline.stage_server import StageServer, stage_limits
+from swarm_shared.base.error_groups import expected_error
 from swarm_shared.base.errors import SwarmError
 from swarm_shared.base.types import StageIndex
 from swarm_shared.protocol import STAGE_PROTOCOL, PeerRecord, StageHello
@@ -65,7 +66,10 @@ class StageLinks:
     async def _serve_locally(self, stream: LocalStream) -> None:
         try:
             await self.own_server.handle(stream)
-        except SwarmError as error:
-            log.warning("this volunteer's own stage closed a link: %s", error)
+        except (SwarmError, BaseExceptionGroup) as error:
+            expected = expected_error(error)
+            if expected is None:
+                raise
+            log.warning("this volunteer's own stage closed a link: %s", expected)
         finally:
             await stream.reset()

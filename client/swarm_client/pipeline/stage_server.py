@@ -34,7 +34,7 @@ from swarm_client.stage.protocol.errors import RequestFailed, WorkerDied
 from swarm_client.stage.protocol.slot_sizes import TOKEN_BYTES
 from swarm_shared.base.errors import AdmissionError, LinkClosed, ProtocolError, SwarmError
 from swarm_shared.base.types import PeerId, StageIndex
-from swarm_shared.network import FrameLimits
+from swarm_shared.network import AssemblyBudget, FrameLimits
 from swarm_shared.protocol import (
     Backward,
     Forward,
@@ -67,6 +67,9 @@ ANSWER_STALL_SECONDS = 30.0
 """Seconds in which a sender must take a megabyte of its answer. A slower one is disconnected: its
 microbatches occupy queue slots."""
 
+BEGUN_BYTES = 256 * 2**20
+"""Memory for all requests that have not arrived whole; more where the queue is larger."""
+
 PAUSED_DETAIL = "this peer is paused"
 
 
@@ -95,6 +98,7 @@ class StageServer:
     refused: Counter[RefusalReason] = field(default_factory=Counter, init=False)
     """Refusals sent, by reason."""
     _tickets: TicketCheck = field(init=False)
+    _begun: AssemblyBudget = field(default_factory=AssemblyBudget, init=False)
     _task_scopes: set[trio.CancelScope] = field(default_factory=set, init=False)
     """Scopes of the microbatches in flight, from before the forward to the gradient."""
 
@@ -112,7 +116,10 @@ class StageServer:
         manifest = await self._handshake(stream)
         if manifest is None:
             return
-        stream.expect(stage_limits(manifest))
+        limits = stage_limits(manifest)
+        stream.expect(limits)
+        queue_bytes = manifest.limits.stage_queue * limits.max_payload_bytes
+        stream.assemble_within(self._begun, max(BEGUN_BYTES, queue_bytes))
         # Twice the credits: a request that was cancelled or answered a moment ago may still be
         # listed.
         most = 2 * manifest.limits.edge_credits
@@ -138,6 +145,7 @@ class StageServer:
                             )
                         else:
                             raise ProtocolError(f"{stream.remote} sent {message.kind!r} again")
+                        del frame  # or its payload would stay until the next one comes
                 finally:
                     nursery.cancel_scope.cancel()
         except* LinkClosed:

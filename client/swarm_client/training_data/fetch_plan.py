@@ -100,9 +100,13 @@ class Lookahead:
         self._newest: set[MicrobatchIndex] = set()
         self._before: set[MicrobatchIndex] = set()
         self._newest_step = Step(0)
+        self._oldest_step = Step(0)
+        """Of the steps before it nothing is expected: their leases are void."""
 
     def expect(self, step: Step, indices: Sequence[MicrobatchIndex], *, heldout: bool) -> None:
         """Record a lease."""
+        if step < self._oldest_step:
+            return
         self._leased.update(dict.fromkeys(Sample(step, index, heldout) for index in indices))
         if heldout or step < self._newest_step:
             return
@@ -116,6 +120,7 @@ class Lookahead:
 
     def over(self, oldest: Step) -> None:
         """Forget the microbatches of steps before `oldest`."""
+        self._oldest_step = oldest
         self._leased = {one: None for one in self._leased if one.step >= oldest}
 
     def clear(self) -> None:

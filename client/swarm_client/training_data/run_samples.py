@@ -19,7 +19,10 @@ from swarm_shared.run.manifest import Manifest
 AHEAD_LEAVES = 2048
 """Most leaves fetched ahead, 32 MiB, and at most half of what the disk may hold."""
 AHEAD_MICROBATCHES = 64
-"""Most microbatches fetched for ahead; naming the leaves of one takes half a millisecond."""
+"""Most microbatches fetched for ahead; naming the leaves of one takes half a millisecond, if it has
+a few sequences."""
+AHEAD_SEQUENCES = 4096
+"""Most sequences of these microbatches: nothing else is done while their leaves are named."""
 GROUP_SEQUENCES = 64
 """Sequences whose leaves are in memory at once, 1 MiB or a little more."""
 
@@ -34,6 +37,9 @@ class RunSamples:
         self._lookahead = Lookahead(Step(manifest.training.steps))
         self._ahead: set[Sample] = set()
         self._leaves_each = len(leaves_of(self._ranges.training(1, 0)))
+        self._most_ahead = min(
+            AHEAD_MICROBATCHES, AHEAD_SEQUENCES // manifest.training.sequences_per_microbatch
+        )
 
     async def drawn(self, step: Step, microbatch: MicrobatchIndex) -> tuple[np.ndarray, np.ndarray]:
         sample = self._sample(step, microbatch)
@@ -87,7 +93,7 @@ class RunSamples:
 
     def _fetch_ahead(self) -> None:
         leaves = min(AHEAD_LEAVES, self._fetcher.cache.capacity // 2)
-        wanted = self._lookahead.ahead(min(AHEAD_MICROBATCHES, leaves // self._leaves_each))
+        wanted = self._lookahead.ahead(min(self._most_ahead, leaves // self._leaves_each))
         for sample in wanted:
             if sample not in self._ahead:
                 self._fetcher.ahead(leaves_of(self._ranges_of(sample)))

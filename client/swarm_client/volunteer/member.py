@@ -113,10 +113,10 @@ class Member:
     async def admitted_again(self, membership: Membership, *, keep: bool) -> None:
         """Go on in a new session, with the held stage if the coordinator lets this peer `keep`
         it."""
-        same_manifest = membership.manifest == self.membership.manifest
-        self._use(membership)
-        if not keep or not same_manifest:
+        if not keep or membership.manifest != self.membership.manifest:
+            # Before the new manifest is used: it may have fewer stages.
             await self.stages.drop()
+        self._use(membership)
 
     def _use(self, membership: Membership) -> None:
         self._current.now = membership

@@ -162,7 +162,8 @@ class Attachment:
                 self._report("the coordinator cannot be reached; leaving without its confirmation")
                 return
             if isinstance(problem, RefusedForNow):
-                await self._sit_out(problem, volunteer)
+                # A refusal of 0 seconds would be asked for again at once, and for ever.
+                await self._sit_out(problem, volunteer, with_jitter(backoff.next(), 0.2))
                 if self.leaving:
                     return
             else:
@@ -189,7 +190,9 @@ class Attachment:
         own = {"instance": self._instance, "self_tested": self._self_tested}
         return volunteer.hello().model_copy(update=own)
 
-    async def _sit_out(self, refusal: RefusedForNow, volunteer: Volunteer) -> None:
+    async def _sit_out(
+        self, refusal: RefusedForNow, volunteer: Volunteer, least_seconds: float
+    ) -> None:
         """Wait until a refusal ends: by a self-test of this machine, where that ends it.
 
         MachineError if the self-test finds a fault.
@@ -207,7 +210,7 @@ class Attachment:
                 raise
             except SwarmError as error:
                 explained = f"the self-test of this machine could not be carried out: {error}"
-        seconds = max(0.0, until - trio.current_time())
+        seconds = max(least_seconds, until - trio.current_time())
         self._report(f"{explained}; trying again in {duration_text(seconds)}")
         if not self.leaving:
             await self._wait(seconds)

@@ -45,6 +45,10 @@ SEND_SECONDS = 30.0
 """Seconds without progress of a send after which the coordinator counts as lost, whatever the state
 of its connection."""
 
+MAX_OUTBOX_BYTES = 64 * 2**20
+"""Bound on what waits for the coordinator, two of the longest messages: it could ask for answers
+and take none."""
+
 REFUSALS = {
     "admission": AdmissionError,
     "version": VersionError,
@@ -59,20 +63,28 @@ class CoordinatorSession:
     def __init__(self, stream: FramedStream, welcome: Welcome) -> None:
         self.welcome = welcome
         self._stream = stream
-        self._put, self._outbox = trio.open_memory_channel[FrozenModel](math.inf)
+        self._put, self._outbox = trio.open_memory_channel[bytes](math.inf)
+        self._waiting_bytes = 0
+        """Of the outbox."""
 
     def send(self, message: FrozenModel) -> None:
         """Queue a message; never waits. A message lost with the session is covered by the next
-        hello."""
+        hello. The session ends where the coordinator takes too little of what it is sent."""
+        header = encode(message)
         try:
-            self._put.send_nowait(message)
+            self._put.send_nowait(header)
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             return
+        self._waiting_bytes += len(header)
+        if self._waiting_bytes > MAX_OUTBOX_BYTES:
+            self._put.close()
 
     async def write_all(self) -> None:
         """Send the outbox to the coordinator until the session ends."""
-        async for message in self._outbox:
-            await self._stream.send(encode(message), timeout_seconds=SEND_SECONDS)
+        async for header in self._outbox:
+            await self._stream.send(header, timeout_seconds=SEND_SECONDS)
+            self._waiting_bytes -= len(header)
+        raise LinkClosed("the coordinator takes too little of what this volunteer sends")
 
     async def receive(self) -> CoordinatorMessage:
         frame = await self._stream.receive()

@@ -26,13 +26,19 @@ from swarm_client.volunteer.gradient_averager import GroupAverager
 from swarm_client.volunteer.reconnect import Attachment
 from swarm_client.volunteer.snapshots import SnapshotStore
 from swarm_client.volunteer.stage_loader import StageLoader, inject_faults
-from swarm_shared.base.errors import SwarmError
+from swarm_shared.base.errors import ProtocolError, SwarmError
 from swarm_shared.base.text import memory_text
-from swarm_shared.base.types import StageIndex
+from swarm_shared.base.types import MAX_MICROBATCHES, StageIndex
 from swarm_shared.protocol import AssignStage, Drop, Dropped
 from swarm_shared.volunteer_rules import stage_tenure, step_close
 from swarm_shared.volunteer_rules.stage_tenure import Load, StageTenures, TenureNumber
 from swarm_shared.volunteer_rules.step_close import CloseOrder
+
+MAX_DROPPED = 2 * MAX_MICROBATCHES
+"""Most microbatches of all orders to take some out that wait for the worker."""
+
+DROP_COST = 8
+"""What each of these orders counts besides, as so many microbatches: it is a task."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +84,8 @@ class StageManager:
     """The step closer of the stage that is served."""
     _tenure_ended: trio.Event = field(default_factory=trio.Event, init=False)
     _limits: WorkerLimits = field(default=WorkerLimits(), init=False)
+    _dropping: int = field(default=0, init=False)
+    """What the orders to take microbatches out count that are being carried out."""
 
     @property
     def loading_stage(self) -> StageIndex | None:
@@ -85,7 +93,14 @@ class StageManager:
         return self._rules.loading_stage
 
     def take(self, assignment: AssignStage) -> None:
-        """Start on the assignment, beside the held stage or in its place."""
+        """Start on the assignment, beside the held stage or in its place. ProtocolError for a stage
+        that the run does not have."""
+        count = self.membership.now.manifest.stage_count
+        if assignment.stage >= count:
+            raise ProtocolError(
+                f"the coordinator assigned stage {assignment.stage}, and the run has {count} "
+                "stages, counted from 0; this volunteer attaches again"
+            )
         self._rules.assigned(assignment)
         self._carry_out()
 
@@ -94,11 +109,18 @@ class StageManager:
             self._held.put(message)
 
     def drop_microbatches(self, order: Drop) -> None:
-        """Take microbatches out of the step's accumulator, and answer when it is done."""
+        """Take microbatches out of the step's accumulator, and answer when it is done.
+        ProtocolError when too many of these orders wait already."""
         held = self._held
         if held is None or held.holding.stage != order.stage:
             self._dropped(order)
+        elif self._dropping + _cost(order) > MAX_DROPPED:
+            raise ProtocolError(
+                "too many orders of the coordinator to take microbatches out already wait; this "
+                "volunteer attaches again"
+            )
         else:
+            self._dropping += _cost(order)
             held.holding.account.removed(order.step, order.microbatches)
             self.context.nursery.start_soon(self._take_out, held.holding, order)
 
@@ -117,6 +139,8 @@ class StageManager:
         except RequestFailed as error:
             # The step is over, and its accumulator empty.
             self.context.report(f"step {order.step} is over: {error}")
+        finally:
+            self._dropping -= _cost(order)
         # What was computed meanwhile was of an accumulator that still had them.
         account.removed(order.step, order.microbatches)
         self._dropped(order)
@@ -366,3 +390,7 @@ class StageManager:
                     self._hold(None)
             nursery.cancel_scope.cancel()
         return died
+
+
+def _cost(order: Drop) -> int:
+    return DROP_COST + len(order.microbatches)

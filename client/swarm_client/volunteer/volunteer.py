@@ -415,9 +415,12 @@ class Volunteer:
         options, membership = self.context.options, self.membership
         if membership is None:
             return True
-        offer, stages = options.offer(trio.current_time()), membership.manifest.stages
-        wanted = stages if options.wanted_stage is None else [stages[options.wanted_stage]]
-        return any(offer.holds(stage.memory) for stage in wanted)
+        offer = options.offer(trio.current_time())
+        return any(
+            offer.holds(stage.memory)
+            for number, stage in enumerate(membership.manifest.stages)
+            if options.wanted_stage in (None, number)
+        )
 
     async def _resume_after(self, seconds: float, suspension: Suspension | None) -> None:
         """End a suspension after a time, unless another one has taken its place."""

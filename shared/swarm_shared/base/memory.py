@@ -70,18 +70,17 @@ class StageMemory(FrozenModel):
     stream_buffer_bytes: Count = 0
     """Of the device for such weights and gradients, which the host's memory must hold, too."""
 
+    @classmethod
+    def bounded(cls, **figures: int) -> StageMemory:
+        """Return the memory with these figures, each at most the largest that a figure can have: a
+        model's shape can give larger ones, and no machine offers as much."""
+        return cls(**{name: min(figure, MAX_EXACT_INTEGER) for name, figure in figures.items()})
+
     def __add__(self, other: StageMemory) -> StageMemory:
         """Return what both stages take at once, at most the largest possible figure."""
-        return StageMemory(
-            device_bytes=min(self.device_bytes + other.device_bytes, MAX_EXACT_INTEGER),
-            comfortable_bytes=min(
-                self.comfortable_bytes + other.comfortable_bytes, MAX_EXACT_INTEGER
-            ),
-            host_bytes=min(self.host_bytes + other.host_bytes, MAX_EXACT_INTEGER),
-            streamable_bytes=min(self.streamable_bytes + other.streamable_bytes, MAX_EXACT_INTEGER),
-            stream_buffer_bytes=min(
-                self.stream_buffer_bytes + other.stream_buffer_bytes, MAX_EXACT_INTEGER
-            ),
+        names = StageMemory.model_fields
+        return StageMemory.bounded(
+            **{name: getattr(self, name) + getattr(other, name) for name in names}
         )
 
     def __str__(self) -> str:

@@ -11,7 +11,7 @@ a keyed Feistel network (Luby & Rackoff 1988) over the next even power of two, w
 cycle until it lands inside the range (Black & Rogaway 2002). It need not resist an attacker; it
 only has to be a permutation and look unordered.
 
-Shape suffix: B sequences of a microbatch.
+Shape suffixes: B sequences of a microbatch, R rounds.
 """
 
 from __future__ import annotations
@@ -51,13 +51,12 @@ def training_slots(manifest: Manifest, step: int, index: int) -> Int64:
         )
     count = split_slots(manifest.data, "train", manifest.model.sequence_length)
     size = training.sequences_per_microbatch
+    # Plain numbers: an organiser's largest ones do not fit into 64 bits.
     first = ((step - 1) * training.microbatches_per_step + index) * size
-    samples_B = first + np.arange(size, dtype=np.int64)
-    slots_B = np.empty(size, dtype=np.int64)
-    for epoch in range(first // count, (first + size - 1) // count + 1):
-        mine = samples_B // count == epoch
-        slots_B[mine] = permuted(samples_B[mine] % count, count, training.seed, epoch)
-    return slots_B
+    epoch, position = divmod(first, count)
+    epochs_B, positions_B = np.divmod(position + np.arange(size, dtype=np.int64), count)
+    keys = [_round_keys(training.seed, epoch + more) for more in range(int(epochs_B[-1]) + 1)]
+    return _permuted(positions_B, count, np.stack(keys, axis=1)[:, epochs_B])
 
 
 def split_slots(data: DataConfig, split: Split, sequence_length: int) -> int:
@@ -73,20 +72,25 @@ def split_slots(data: DataConfig, split: Split, sequence_length: int) -> int:
 
 def permuted(positions: Int64, count: int, seed: int, epoch: int) -> Int64:
     """Map positions by a permutation of 0 … count - 1 that (seed, epoch) chooses."""
+    keys = _round_keys(seed, epoch)[:, None]
+    return _permuted(positions, count, np.broadcast_to(keys, (_ROUNDS, positions.size)))
+
+
+def _permuted(positions_B: Int64, count: int, keys_RB: Uint64) -> Int64:
+    """Map each position by the permutation of its keys."""
     half_bits = max(1, ((count - 1).bit_length() + 1) // 2)
-    keys = _round_keys(seed, epoch)
-    values = _feistel(positions.astype(np.uint64), keys, half_bits)
+    values = _feistel(positions_B.astype(np.uint64), keys_RB, half_bits)
     # Fewer than 3 of 4 values lie outside on average, and each walk stays on its own cycle.
     while (outside := values >= count).any():
-        values[outside] = _feistel(values[outside], keys, half_bits)
+        values[outside] = _feistel(values[outside], keys_RB[:, outside], half_bits)
     return values.astype(np.int64)
 
 
-def _feistel(values: Uint64, keys: list[np.uint64], half_bits: int) -> Uint64:
+def _feistel(values: Uint64, keys_RB: Uint64, half_bits: int) -> Uint64:
     shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
     left, right = values >> shift, values & mask
-    for key in keys:
-        left, right = right, left ^ (mixed(right ^ key) & mask)
+    for keys_B in keys_RB:
+        left, right = right, left ^ (mixed(right ^ keys_B) & mask)
     return (left << shift) | right
 
 
@@ -97,12 +101,12 @@ def mixed(values: Uint64) -> Uint64:
     return values ^ (values >> np.uint64(31))
 
 
-def _round_keys(seed: int, epoch: int) -> list[np.uint64]:
+def _round_keys(seed: int, epoch: int) -> Uint64:
+    """Return the keys of an epoch's permutation; after 2^64 epochs they begin again."""
     message = (
-        b"swarmtrain sample order 1" + seed.to_bytes(8, "little") + epoch.to_bytes(8, "little")
+        b"swarmtrain sample order 1"
+        + seed.to_bytes(8, "little")
+        + (epoch % 2**64).to_bytes(8, "little")
     )
     digest = hashlib.blake2b(message, digest_size=8 * _ROUNDS).digest()
-    return [
-        np.uint64(int.from_bytes(digest[start : start + 8], "little"))
-        for start in range(0, 8 * _ROUNDS, 8)
-    ]
+    return np.frombuffer(digest, dtype="<u8").astype(np.uint64)

@@ -9,7 +9,7 @@
 Nothing outside this package imports libp2p, and none of libp2p's types leave it.
 """
 
-from swarm_shared.network.framed_stream import FramedStream
+from swarm_shared.network.framed_stream import AssemblyBudget, FramedStream
 from swarm_shared.network.inbound import Handler
 from swarm_shared.network.libp2p.bandwidth import Bandwidth
 from swarm_shared.network.nat.relay_server import RelayLimits
@@ -17,6 +17,7 @@ from swarm_shared.network.node import Node, open_node
 from swarm_shared.protocol.framing import Frame, FrameLimits
 
 __all__ = [
+    "AssemblyBudget",
     "Bandwidth",
     "Frame",
     "FrameLimits",

@@ -62,6 +62,35 @@ class TrafficCounter:
         )
 
 
+class AssemblyBudget:
+    """Bounds the memory of frames that have not arrived whole, over many streams.
+
+    Beyond it the frame is given up that began longest ago: of a remote that sends, a frame arrives
+    in seconds, and one that is never ended becomes the oldest.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[FrameDecoder, int] = {}
+        """Bytes of each begun frame, the one that began first in front."""
+        self._total = 0
+
+    def hold(self, decoder: FrameDecoder, most_bytes: int) -> None:
+        """Record what a decoder holds now, of `most_bytes` for all of them."""
+        held = decoder.held_bytes
+        self._total += held - self._held.get(decoder, 0)
+        self._held[decoder] = held
+        if not held:
+            self.forget(decoder)
+        while self._total > most_bytes and self._held:
+            oldest = next(iter(self._held))
+            self.forget(oldest)
+            oldest.give_up("the frame took too long, and its memory was needed for others")
+
+    def forget(self, decoder: FrameDecoder) -> None:
+        """Its stream is over, or has no frame begun."""
+        self._total -= self._held.pop(decoder, 0)
+
+
 class FramedStream:
     """A stream on which one task may receive while several send, a frame at a time.
 
@@ -87,6 +116,7 @@ class FramedStream:
         self._send_lock = trio.Lock()
         self._closed = False
         self._traffic = traffic.link(self.remote, protocol)
+        self._budget: tuple[AssemblyBudget, int] | None = None
 
     async def __aenter__(self) -> Self:
         return self
@@ -115,6 +145,11 @@ class FramedStream:
     def expect(self, limits: FrameLimits) -> None:
         """Set the limits from the next frame on; they grow once the remote has authenticated."""
         self._decoder.expect(limits)
+
+    def assemble_within(self, budget: AssemblyBudget, most_bytes: int) -> None:
+        """Give up the oldest frame that is not whole where all with this budget hold more than
+        `most_bytes`."""
+        self._budget = budget, most_bytes
 
     async def send(
         self,
@@ -159,15 +194,20 @@ class FramedStream:
         """End the stream after everything that was sent. Nothing more can be received."""
         if self._closed:
             return
-        self._closed = True
+        self._end()
         await self._stream.hang_up()
 
     async def reset(self) -> None:
         """End the stream at once; whatever is in flight is dropped."""
         if self._closed:
             return
-        self._closed = True
+        self._end()
         await self._stream.reset()
+
+    def _end(self) -> None:
+        self._closed = True
+        if self._budget is not None:
+            self._budget[0].forget(self._decoder)
 
     async def _write(self, pieces: list[Buffer], stall_seconds: float | None) -> None:
         before = self._stream.written_bytes
@@ -189,7 +229,13 @@ class FramedStream:
                 except MuxedStreamEOF:
                     self._decoder.finish()
                     raise
-            self._frames.extend(self._decoder.feed(data))
+            frames = self._decoder.feed(data)
+            self._frames.extend(frames)
+            if self._budget is not None and not self._closed:
+                budget, most_bytes = self._budget
+                if frames:
+                    budget.forget(self._decoder)  # what it holds now began just now
+                budget.hold(self._decoder, most_bytes)
         except FrameError:
             await self.reset()
             raise

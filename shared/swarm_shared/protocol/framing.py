@@ -105,6 +105,16 @@ class FrameDecoder:
             self._head_wanted - len(self._head) + (self._payload_wanted or 0) - len(self._payload)
         )
 
+    @property
+    def held_bytes(self) -> int:
+        """The bytes of the current frame that are here."""
+        return len(self._head) + len(self._payload)
+
+    def give_up(self, reason: str) -> None:
+        """Drop what is here of the current frame; FrameError when more of the stream comes."""
+        self._start_frame()
+        self._broken = reason
+
     def feed(self, data: Buffer) -> list[Frame]:
         """Return the frames that `data` completes; FrameError when it cannot be a frame."""
         if self._broken is not None:

@@ -189,7 +189,7 @@ def parameter_memory(
     activations."""
     device = device_bytes_per_parameter(staleness) * parameters
     device += FROZEN_BYTES_PER_PARAMETER * frozen_parameters
-    return StageMemory(
+    return StageMemory.bounded(
         device_bytes=device,
         comfortable_bytes=device,
         host_bytes=host_bytes_per_parameter(exact) * parameters,

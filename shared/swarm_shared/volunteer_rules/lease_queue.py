@@ -9,6 +9,8 @@ Invariants:
    (`swarm_shared.scheduling.inflight_window`), which the coordinator bounds in every lease.
 3. An older step comes first: its missing microbatches delay its close, and every later step.
 4. While leases are refused (a pause, or leaving), nothing waits.
+5. At most MAX_WAITING wait and at most MAX_IN_FLIGHT are started, whatever the coordinator leases:
+   each takes memory.
 
 Pure: time is passed in.
 """
@@ -17,9 +19,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from swarm_shared.base.types import MAX_SENTENCE_CHARACTERS, Step
+from swarm_shared.base.errors import ProtocolError
+from swarm_shared.base.types import MAX_MICROBATCHES, MAX_SENTENCE_CHARACTERS, Step
 from swarm_shared.protocol import Lease, LeasedMicrobatch, LeaseResult
 from swarm_shared.scheduling.inflight_window import InFlightWindow, SendRecord
+
+MAX_WAITING = MAX_MICROBATCHES
+"""Most microbatches that wait; a coordinator leases a trainer its window, and no more than a step
+has."""
+
+MAX_IN_FLIGHT = 4096
+"""Most microbatches that one trainer has in flight; the longest queue of a peer holds as many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +62,14 @@ class LeaseQueue:
         self._leaving = False
 
     def take(self, lease: Lease) -> list[LeaseResult]:
-        """Accept a lease; return what goes back at once."""
-        self._min_window = max(1, lease.window)
-        self._max_window = max(self._min_window, lease.max_window)
+        """Accept a lease; return what goes back at once. ProtocolError where too many wait."""
+        if len(self._waiting) + len(lease.microbatches) > MAX_WAITING:
+            raise ProtocolError(
+                f"the coordinator leases {len(lease.microbatches)} microbatches, and "
+                f"{len(self._waiting)} wait already; this volunteer attaches again"
+            )
+        self._min_window = min(max(1, lease.window), MAX_IN_FLIGHT)
+        self._max_window = min(max(self._min_window, lease.max_window), MAX_IN_FLIGHT)
         self._waiting.extend((lease, leased) for leased in lease.microbatches)
         self._waiting.sort(key=lambda entry: entry[0].step)
         return self._hand_back() if self._refusing else []

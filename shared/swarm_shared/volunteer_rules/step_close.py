@@ -68,8 +68,9 @@ from swarm_shared.volunteer_rules.stage_account import ReceiptT, StageAccount
 
 CloseOrder = Close | SumCheck | AbortRound | Apply | SaveSnapshot
 
-MAX_QUEUED_ORDERS = 256
-"""Maximum number of orders that wait to be carried out; each takes a moment."""
+MAX_QUEUED_ORDERS = 64
+"""Maximum number of orders that wait to be carried out; each takes a moment, and up to some
+megabytes."""
 
 _NEXT_LOST = "the next stage was lost"
 WorkNumber = NewType("WorkNumber", int)

@@ -118,3 +118,30 @@ def test_a_full_folder_is_passed_over_for_the_next(
     with shared_memory.create(prefix, 100) as segment:
         assert (tmp_path / segment.name).exists()
         assert shared_memory.attach(segment.name).nbytes == 100
+
+
+@pytest.mark.parametrize("kind", ["link", "file"])
+def test_another_user_cannot_take_a_segments_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefix: str, kind: str
+) -> None:
+    """Of one in the fallback folder, which lies behind."""
+    first, fallback = tmp_path / "first", tmp_path / "fallback"
+    first.mkdir()
+    fallback.mkdir()
+    monkeypatch.setattr(shared_memory, "segment_folders", lambda: (fallback,))
+    with shared_memory.create(prefix, 4000) as segment:
+        monkeypatch.setattr(shared_memory, "segment_folders", lambda: (first, fallback))
+        place = first / segment.name
+        if kind == "link":
+            place.symlink_to(first)
+        elif os.geteuid() != 0:
+            pytest.skip("only root can make another user's file")
+        else:
+            place.write_bytes(b"x" * 4000)
+            os.chown(place, 65_534, 65_534)
+        segment.buffer[:4] = b"mine"
+        with shared_memory.attach(segment.name) as found:
+            assert bytes(found.buffer[:4]) == b"mine"
+        segment.unlink()
+        with pytest.raises(StorageError, match="there is no shared memory"):
+            shared_memory.attach(segment.name)

@@ -9,6 +9,7 @@ import base64
 import itertools
 import random
 import sys
+import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -28,10 +29,12 @@ from swarm_client.membership.admission_gate import AdmissionGate
 from swarm_client.membership.member_context import MemberContext
 from swarm_client.membership.membership import CurrentMembership
 from swarm_client.membership.roster import RosterView
+from swarm_client.pipeline import stage_server
 from swarm_client.pipeline.downstream import Downstream, MicrobatchAbandoned, MicrobatchRequest
 from swarm_client.pipeline.edge import Edge, Stream, open_edge
 from swarm_client.pipeline.held_stage import Holding
 from swarm_client.pipeline.mask_client import MaskClient
+from swarm_client.pipeline.stage_links import StageLinks
 from swarm_client.pipeline.stage_server import StageServer
 from swarm_client.stage.handle.slots import Output
 from swarm_client.stage.protocol.errors import RequestFailed
@@ -40,7 +43,7 @@ from swarm_shared.base.errors import LinkClosed
 from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.identity.credentials import Receipt
 from swarm_shared.identity.keys import Identity
-from swarm_shared.network import FramedStream, FrameLimits, Node, open_node
+from swarm_shared.network import Frame, FramedStream, FrameLimits, Node, open_node
 from swarm_shared.protocol import (
     STAGE_PROTOCOL,
     Backward,
@@ -60,6 +63,7 @@ from swarm_shared.protocol import (
     stage_answers,
     stage_requests,
 )
+from swarm_shared.protocol.framing import encode_frame
 from swarm_shared.scheduling.routing import StageRouting
 from swarm_shared.volunteer_rules.latency import LatencyEstimate
 
@@ -765,3 +769,92 @@ async def test_what_is_refused_is_not_kept_until_its_sender_reads_that() -> None
         assert last.server.refused[RefusalReason.WRONG_STEP] == 1
         assert sys.getrefcount(payload) == before
         nursery.cancel_scope.cancel()
+
+
+async def test_a_microbatch_of_a_wrong_size_ends_the_link_to_the_own_stage_alone() -> None:
+    """The manifest of a new session can have another size than the samples."""
+    async with world() as w, w.peer(0) as own:
+        links = StageLinks(own.server.member, own.server, MaskClient(own))
+        sending = Downstream(
+            0, w.roster, links.open_edge, Masks(w).client, w.nursery,
+            StageRouting(random.Random(1), 8),
+        )  # fmt: skip
+        sending.oldest_step_is(1)
+        w.publish()
+        with pytest.raises(MicrobatchAbandoned):
+            await sending.send(replace(parcel(), targets=TARGETS[1:]))
+        assert own.worker.accumulated == []
+
+
+async def test_the_oldest_request_that_does_not_end_is_given_up_where_memory_is_short(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stage_server, "BEGUN_BYTES", 500)
+    async with world() as w, w.peer(1) as last, w.peer(0) as first, w.peer(0) as other:
+
+        async def begin(sender: Peer) -> tuple[FramedStream, bytes]:
+            """A request without its last byte, and that byte."""
+            stream = await sender.node.open_stream(
+                last.node.peer_id, STAGE_PROTOCOL, LIMITS, last.node.addresses
+            )
+            await stream.send(encode(StageHello(run=RUN, certificate=certify(sender.identity))))
+            await stream.receive()
+            forward = Forward(
+                request=1, step=1, microbatch=0, stage=1, accumulate=(1,), input_bytes=16,
+                target_bytes=16, ticket="t" * 100,
+            )  # fmt: skip
+            whole = b"".join(encode_frame(encode(forward), INPUT + TARGETS))
+            assert 250 < len(whole) < 500
+            await stream._stream.write(whole[:-1])
+            return stream, whole[-1:]
+
+        begun = last.server._begun._held
+        oldest, its_end = await begin(first)
+        await until(lambda: len(begun) == 1)
+        (one,) = begun
+        newer, newer_end = await begin(other)
+        await until(lambda: len(begun) == 1 and one not in begun)
+        await newer._stream.write(newer_end)
+        refused = parse(stage_answers, (await newer.receive()).header)
+        assert isinstance(refused, StageRefused)
+        await oldest._stream.write(its_end)
+        with pytest.raises(LinkClosed):
+            await oldest.receive()
+
+
+async def test_a_request_that_is_refused_does_not_stay_in_memory() -> None:
+    """Until the next one comes, which may be never."""
+
+    class Payload(bytearray):
+        pass
+
+    async with world() as w, w.peer(1) as last, w.peer(0) as sender:
+        hello = StageHello(run=RUN, certificate=certify(sender.identity))
+        forward = Forward(
+            request=1, step=1, microbatch=0, stage=1, accumulate=(1,), input_bytes=16,
+            target_bytes=16, ticket="",
+        )  # fmt: skip
+        kept: list[weakref.ref[Payload]] = []
+
+        async def receive(timeout_seconds: float | None = None) -> Frame:
+            await trio.testing.wait_all_tasks_blocked()
+            if not stream.received:
+                stream.received = 1
+                return Frame(encode(hello), bytearray())
+            if not kept:
+                payload = Payload(INPUT + TARGETS)
+                kept.append(weakref.ref(payload))
+                return Frame(encode(forward), payload)
+            assert kept[0]() is None
+            raise LinkClosed("it has seen enough")
+
+        async def send(*_: object, **__: object) -> None:
+            await trio.lowlevel.checkpoint()
+
+        stream: Any = SimpleNamespace(
+            remote=sender.node.peer_id, receive=receive, send=send, received=0,
+            expect=lambda limits: None, assemble_within=lambda budget, most: None,
+        )  # fmt: skip
+        await last.server.handle(stream)
+        assert last.server.refused
+        assert kept

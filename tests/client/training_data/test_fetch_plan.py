@@ -128,6 +128,7 @@ def test_what_is_over_or_was_handed_back_is_fetched_for_no_more() -> None:
     plan.expect(Step(1), indices(1, 2), heldout=False)
     plan.expect(Step(2), indices(3), heldout=False)
     plan.over(Step(2))
+    plan.expect(Step(1), indices(4), heldout=False)  # a lease on its way
     assert plan.ahead(1) == samples(2, 3)
     plan.clear()
     assert plan.ahead(9) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from typing import cast
 
 import pytest
@@ -112,9 +113,9 @@ class Refusable:
 
 def refused(
     volunteer: Refusable, monkeypatch: pytest.MonkeyPatch, *, self_test: bool, times: int = 2,
-    leave_after_seconds: float | None = None,
+    leave_after_seconds: float | None = None, seconds: float = 3600.0,
 ) -> tuple[list[tuple[float, bool]], list[str]]:  # fmt: skip
-    """Refuse a volunteer so many times for an hour, of which a self-test ends the first.
+    """Refuse a volunteer so many times, by default for an hour; a self-test ends the first.
 
     Returns when it came and whether it had tested itself, and what it said.
     """
@@ -132,7 +133,7 @@ def refused(
             if len(came) > times:
                 enough.set()
                 await trio.sleep_forever()
-            raise RefusedForNow("it lies", 3600.0, self_test=self_test and len(came) == 1)
+            raise RefusedForNow("it lies", seconds, self_test=self_test and len(came) == 1)
             yield
 
         monkeypatch.setattr(reconnect, "attach", attach)
@@ -165,6 +166,15 @@ def test_a_machine_that_passes_its_self_test_comes_back_at_once_and_says_so_once
         "the run refuses this volunteer: it lies",
         "the run refuses this volunteer: it lies; trying again in 60 min",
     ]
+
+
+def test_refusals_of_no_length_are_not_asked_for_again_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    came, _ = refused(Refusable(), monkeypatch, self_test=False, times=5, seconds=0.0)
+    pauses = [after - before for (before, _), (after, _) in pairwise(came)]
+    assert all(pause >= 0.4 for pause in pauses)
+    assert pauses[-1] > 5.0
 
 
 def test_a_refusal_that_no_self_test_ends_is_waited_out_without_one(

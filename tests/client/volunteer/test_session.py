@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
+import trio
 
 from kits.memory import offers
-from swarm_client.volunteer.session import attach
-from swarm_shared.base.errors import FrameError, VersionError
+from swarm_client.volunteer.session import MAX_OUTBOX_BYTES, CoordinatorSession, attach
+from swarm_shared.base.errors import FrameError, LinkClosed, VersionError
 from swarm_shared.base.types import RunId
 from swarm_shared.identity.invite import Invite
 from swarm_shared.identity.keys import Identity
 from swarm_shared.network import FramedStream, FrameLimits, open_node
-from swarm_shared.protocol import CONTROL_PROTOCOL, Hello
+from swarm_shared.protocol import CONTROL_PROTOCOL, Dropped, Hello, encode
 
 RUN = RunId("ab" * 32)
 
@@ -53,3 +55,22 @@ async def test_no_other_message_of_a_newer_coordinator_is_guessed_at(
 ) -> None:
     with pytest.raises(FrameError, match="does not parse"):
         await attach_to_one_that_answers(answer)
+
+
+async def test_a_coordinator_that_takes_nothing_does_not_fill_the_memory() -> None:
+    class Stream:
+        sent_bytes = 0
+
+        async def send(self, header: bytes, timeout_seconds: float) -> None:
+            await trio.lowlevel.checkpoint()
+            self.sent_bytes += len(header)
+
+    stream: Any = Stream()
+    welcome: Any = None
+    session = CoordinatorSession(stream, welcome)
+    dropped = Dropped(step=1, stage=0, microbatches=(65_535,) * 65_536)
+    for _ in range(2 * MAX_OUTBOX_BYTES // len(encode(dropped))):
+        session.send(dropped)
+    with pytest.raises(LinkClosed, match="takes too little"):
+        await session.write_all()
+    assert stream.sent_bytes < MAX_OUTBOX_BYTES + 2**20

@@ -22,6 +22,8 @@ from swarm_client.stage.protocol.errors import RequestFailed, WorkerDied
 from swarm_client.stage.protocol.messages import SetLimits
 from swarm_client.volunteer.memory_shortage import MemoryShortage
 from swarm_client.volunteer.stage_manager import StageManager, WorkerLimits
+from swarm_shared.base.errors import ProtocolError
+from swarm_shared.base.types import MAX_MICROBATCHES
 from swarm_shared.identity.keys import Identity
 from swarm_shared.protocol import (
     AssignStage,
@@ -225,6 +227,14 @@ async def test_an_assigned_stage_is_loaded_served_and_ready() -> None:
         assert s.holding.next_stage.stage == 2
 
 
+async def test_a_stage_that_the_run_does_not_have_is_no_assignment() -> None:
+    async with scene() as s:
+        with pytest.raises(ProtocolError, match=f"assigned stage {STAGES}, and the run has"):
+            await s.assign(STAGES)
+        await s.settle()
+        assert s.workers == []
+
+
 async def test_the_last_stage_sends_nothing_on() -> None:
     async with scene() as s:
         await s.assign(STAGES - 1)
@@ -373,6 +383,17 @@ async def test_a_computation_from_before_the_removal_ended_signs_nothing() -> No
             computation, added=False, tokens=4, loss_sum=None, transcript=TRANSCRIPT
         )
         assert signed_now is None
+
+
+async def test_orders_to_take_out_do_not_fill_the_memory() -> None:
+    async with scene() as s:
+        await s.assign(0)
+        every = Drop(step=1, stage=0, microbatches=tuple(range(MAX_MICROBATCHES)))
+        s.manager.drop_microbatches(every)
+        with pytest.raises(ProtocolError, match="already wait"):
+            s.manager.drop_microbatches(every)
+        await s.settle()
+        s.manager.drop_microbatches(every)  # the first one is carried out
 
 
 async def test_a_drop_of_a_stage_that_is_not_held_is_answered_at_once() -> None:

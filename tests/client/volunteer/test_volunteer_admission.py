@@ -29,10 +29,11 @@ from swarm_client.membership import membership
 from swarm_client.training_data.leaf_cache import LeafCache
 from swarm_client.volunteer import volunteer
 from swarm_client.volunteer.context import VolunteerContext, VolunteerOptions
+from swarm_client.volunteer.stage_manager import StageManager
 from swarm_client.volunteer.volunteer import Volunteer
 from swarm_shared.base.errors import AdmissionError, NetworkError
 from swarm_shared.base.memory import StageMemory
-from swarm_shared.base.types import Generation, PeerId
+from swarm_shared.base.types import Generation, PeerId, StageIndex
 from swarm_shared.identity.invite import Invite
 from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.signed_manifest import run_id_of, sign_manifest
@@ -77,6 +78,8 @@ class Script:
         self.hellos: list[Hello] = []
         self.streams: list[FramedStream] = []
         self.beats = 0
+        self.manifest = MANIFEST
+        """What the next welcome has."""
         self.refuse = False
         """Whether it hangs up on whoever comes."""
         self.paused: list[bool] = []
@@ -105,7 +108,7 @@ class Script:
         assert isinstance(hello, Hello)
         welcome = Welcome(
             generation=Generation(1), certificate=certificate(stream.remote),
-            manifest=base64.b64encode(sign_manifest(ORGANISER, MANIFEST)).decode(), stages=(),
+            manifest=base64.b64encode(sign_manifest(ORGANISER, self.manifest)).decode(), stages=(),
             keep=True,
         )  # fmt: skip
         await stream.send(encode(welcome))
@@ -257,6 +260,36 @@ async def test_a_machine_whose_clock_is_behind_waits_until_it_is_set(
         assert not s.done
         monkeypatch.setattr(membership, "wall", time.time)
         await s.until(lambda: s.volunteer.attachment.attached)
+
+
+async def test_a_stage_ends_before_another_manifest_of_the_run_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which may have fewer stages."""
+    async with scene(tmp_path) as s:
+        member = s.volunteer.member
+        assert member is not None
+        used: list[int] = []
+
+        async def drop(_: StageManager) -> None:
+            await trio.lowlevel.checkpoint()
+            used.append(member.membership.manifest.training.steps)
+
+        monkeypatch.setattr(StageManager, "drop", drop)
+        longer = MANIFEST.training.model_copy(update={"steps": 2})
+        s.script.manifest = MANIFEST.model_copy(update={"training": longer})
+        await s.script.streams[-1].reset()
+        await s.until(lambda: member.membership.manifest == s.script.manifest)
+        assert used == [1]
+
+
+async def test_a_wanted_stage_that_the_run_does_not_have_does_not_fit(tmp_path: Path) -> None:
+    async with scene(tmp_path) as s:
+        s.volunteer.context.options.wanted_stage = StageIndex(MANIFEST.stage_count)
+        s.volunteer.context.options.shortage.offer_fell()
+        await s.until(lambda: s.volunteer.suspended is not None)
+        assert s.volunteer.suspended is not None
+        assert s.volunteer.suspended.reason is SuspendReason.MEMORY_SHORT
 
 
 @asynccontextmanager

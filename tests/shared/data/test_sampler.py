@@ -11,7 +11,7 @@ from kits.manifests import manifest_of, shard
 from swarm_shared.base.errors import DataError, ProtocolError
 from swarm_shared.data.leaf_files import ShardSamples
 from swarm_shared.data.sampler import heldout_slots, permuted, training_slots
-from swarm_shared.run.manifest import Manifest
+from swarm_shared.run.manifest import MAX_STEPS, Manifest
 
 T = 4
 
@@ -123,3 +123,17 @@ def test_data_without_one_whole_sequence_is_refused():
         training_slots(sampled(train=(4, 4)), 1, 0)
     with pytest.raises(DataError, match="heldout data holds no sequence"):
         heldout_slots(sampled(heldout=4), 0)
+
+
+def test_a_late_step_of_a_large_run_has_samples():
+    """Their numbers do not fit into 64 bits, nor do those of the epochs."""
+    manifest = manifest_of(
+        training={
+            "steps": MAX_STEPS, "microbatches_per_step": 60_000, "sequences_per_microbatch": 65_536,
+            "evaluation_microbatches": 0,
+        },
+        data={"shards": (shard("train", 9), shard("heldout"))},
+    )  # fmt: skip
+    slots = training_slots(manifest, MAX_STEPS, 59_999).tolist()
+    assert len(slots) == 65_536
+    assert all(sorted(slots[i : i + 2]) == [0, 1] for i in range(0, 65_536, 2))

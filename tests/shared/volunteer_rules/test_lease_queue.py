@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from swarm_shared.base.types import MicrobatchIndex, Step
+from swarm_shared.base.errors import ProtocolError
+from swarm_shared.base.types import MAX_EXACT_INTEGER, MicrobatchIndex, Step
 from swarm_shared.protocol import Lease, LeasedMicrobatch, LeaseResult
-from swarm_shared.volunteer_rules.lease_queue import LeaseQueue, StartedMicrobatch, handed_back
+from swarm_shared.volunteer_rules.lease_queue import (
+    MAX_IN_FLIGHT,
+    MAX_WAITING,
+    LeaseQueue,
+    StartedMicrobatch,
+    handed_back,
+)
 
 
 def lease_of(
@@ -138,3 +146,17 @@ def test_a_hand_back_names_its_lease_and_cuts_a_long_reason() -> None:
     result = handed_back(lease, lease.microbatches[0], "x" * 1000)
     assert (result.step, result.microbatch, result.lease, result.ok) == (3, 4, 9, False)
     assert result.reason == "x" * 500
+
+
+def test_no_more_wait_than_a_step_has() -> None:
+    queue = LeaseQueue()
+    queue.take(lease_of(*range(MAX_WAITING)))
+    with pytest.raises(ProtocolError, match=f"{MAX_WAITING} wait already"):
+        queue.take(lease_of(0))
+
+
+def test_no_window_starts_more_than_a_peer_can_hold() -> None:
+    queue = LeaseQueue()
+    huge = MAX_EXACT_INTEGER
+    queue.take(lease_of(*range(MAX_IN_FLIGHT + 1), window=huge, most=huge))
+    assert len(queue.start(None, 0.0)) == MAX_IN_FLIGHT

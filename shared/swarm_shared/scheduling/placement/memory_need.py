@@ -34,7 +34,7 @@ def least_stage_memory(manifest: Manifest) -> tuple[StageMemory, ...]:
     for index, (cut, sizes) in enumerate(zip(manifest.stages, stage_sizes(manifest), strict=True)):
         layers = cut.end_layer - cut.first_layer
         end = head if index == last else 0
-        of_activations = StageMemory(
+        of_activations = StageMemory.bounded(
             device_bytes=min(layers, 1) * layer + end,
             comfortable_bytes=GRAPHS * (layers * layer + end),
             streamable_bytes=matrices.streamable_bytes(layers, staleness),

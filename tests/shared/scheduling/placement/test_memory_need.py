@@ -133,3 +133,16 @@ def test_a_microbatch_of_more_tokens_needs_more_memory():
         for sequences in (1, 100)
     )
     assert least_stage_memory(many)[0].device_bytes > 10 * least_stage_memory(one)[0].device_bytes
+
+
+def test_a_model_beyond_all_figures_is_refused_in_a_sentence():
+    """Its activations are more bytes than a manifest can name."""
+    model = PRESETS["tiny"].model.model_copy(
+        update={"hidden_size": 65_536, "intermediate_size": 262_144, "sequence_length": 131_072}
+    )
+    stage = StageRange(first_layer=0, end_layer=model.layers)
+    manifest = manifest_of(
+        model=model, stages=(stage,), training={"sequences_per_microbatch": 9999}
+    )
+    with pytest.raises(CapacityError, match="needs at least"):
+        check_stage_memory(manifest)
