@@ -8,10 +8,12 @@ import re
 import shutil
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from kits.runs.real_run import Run
 from swarm_client.governor.device_offer import PROGRAM_BYTES
 from swarm_client.preferences.file import set_preference
 from swarm_coordinator.demo.subprocesses import Subprocess, wait_until
@@ -33,6 +35,25 @@ def counted_at(volunteer: Subprocess) -> dict[int, int]:
     return {int(step): int(count) for step, count in found}
 
 
+def start_governed(
+    run: Run, preferences: str
+) -> tuple[Subprocess, Path, Callable[[str, int], None]]:
+    """Start a coordinator, a volunteer and one with preferences; return that one, its home, and a
+    function that waits until a text has been in so many of its lines."""
+    swarm = run.swarm
+    invite = swarm.start_coordinator()
+    swarm.start_volunteer(invite)
+    home = swarm.home("volunteer-2")
+    home.mkdir(parents=True)
+    (home / "preferences.toml").write_text(preferences)
+    governed = swarm.start_volunteer(invite)
+
+    def wait_for(text: str, times: int) -> None:
+        wait_until(lambda: lines(governed).count(text) >= times, swarm.children, 120, text)
+
+    return governed, home, wait_for
+
+
 def start_game(folder: Path) -> subprocess.Popen[bytes]:
     """Start a program of that name."""
     program = folder / GAME
@@ -45,30 +66,22 @@ def test_a_game_pauses_a_volunteer_and_the_run_equals_the_reference(
 ) -> None:
     run = make_run(1, steps=STEPS)
     swarm = run.swarm
-    invite = swarm.start_coordinator()
-    swarm.start_volunteer(invite)
-    home = swarm.home("volunteer-2")
-    home.mkdir(parents=True)
-    (home / "preferences.toml").write_text(
-        f'exclusive_apps = ["{GAME}"]\nupload_bytes_per_second = {3 * 2**20}\n'
+    governed, home, wait_for = start_governed(
+        run, f'exclusive_apps = ["{GAME}"]\nupload_bytes_per_second = {3 * 2**20}\n'
     )
-    governed = swarm.start_volunteer(invite)
-
-    def wait_for(text: str, times: int = 1) -> None:
-        wait_until(lambda: lines(governed).count(text) >= times, swarm.children, 120, text)
 
     run.wait_for_version(2)
     game = start_game(tmp_path)
     try:
         begun = time.monotonic()
-        wait_for(f"paused (exclusive_app): {GAME} is running")
+        wait_for(f"paused (exclusive_app): {GAME} is running", 1)
         record_property("seconds until the reason was shown", time.monotonic() - begun)
         paused_at = run.version()
         run.wait_for_version(paused_at + 4)
     finally:
         game.kill()
         game.wait()
-    wait_for("resumed: the preferences allow")
+    wait_for("resumed: the preferences allow", 1)
     resumed_at = run.version()
     run.wait_for_version(STEPS)
 
@@ -88,24 +101,17 @@ def test_a_stage_that_the_preferences_leave_no_memory_is_handed_over_and_taken_a
 ) -> None:
     run = make_run(1, steps=STEPS)
     swarm = run.swarm
-    invite = swarm.start_coordinator()
-    swarm.start_volunteer(invite)
-    home = swarm.home("volunteer-2")
-    home.mkdir(parents=True)
-    governed = swarm.start_volunteer(invite)
-
-    def wait_for(text: str, times: int = 1) -> None:
-        wait_until(lambda: lines(governed).count(text) >= times, swarm.children, 120, text)
+    governed, home, wait_for = start_governed(run, "")
 
     def leave_for_a_stage(nbytes: int) -> None:
         percent = 100 * (PROGRAM_BYTES + nbytes) / host_memory().total_bytes
         set_preference(home / "preferences.toml", "memory_percent_idle", f"{percent:.3f}")
 
     run.wait_for_version(2)
-    wait_for("holding stage 0")
+    wait_for("holding stage 0", 1)
     leave_for_a_stage(2**20)
-    wait_for("stage 0 is handed over: it needs")
-    wait_for("no stage of this run fits the memory that is left; waiting")
+    wait_for("stage 0 is handed over: it needs", 1)
+    wait_for("no stage of this run fits the memory that is left; waiting", 1)
     alone_at = run.version()
     run.wait_for_version(alone_at + 4)
     leave_for_a_stage(2**30)

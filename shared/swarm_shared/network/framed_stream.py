@@ -22,9 +22,6 @@ from swarm_shared.protocol.framing import Buffer, Frame, FrameDecoder, FrameLimi
 STALL_BYTES = 1024 * 1024
 """Bytes of progress that `stall_seconds` refers to."""
 
-# The longest wait for a stream's end to be sent.
-
-
 MAX_LINKS = 25_000
 """Links with a counter of their own. The rest share one, which is not reported: a remote can make
 any number of IDs."""

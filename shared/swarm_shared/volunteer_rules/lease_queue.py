@@ -58,7 +58,7 @@ class LeaseQueue:
         self._flight = InFlightWindow()
         self._min_window, self._max_window = 1, 1
         self._refusing = False
-        """Why no lease is accepted; None while leases are accepted."""
+        """Whether no lease is accepted for now, or any more."""
         self._leaving = False
 
     def take(self, lease: Lease) -> list[LeaseResult]:

@@ -34,7 +34,7 @@ from swarm_shared.protocol import (
 )
 
 DAY = 86_400.0
-A0, A1, B0, B1 = (PeerId(name) for name in ("a0", "a1", "b0", "b1"))
+A0, A1, B0 = (PeerId(name) for name in ("a0", "a1", "b0"))
 
 
 def staffed(**options: object) -> Bench:
