@@ -20,11 +20,12 @@ async def listen(node: Node, address: str, remembered_port: int | None) -> None:
     NetworkError when it is not possible to listen there.
     """
     if address.endswith("/tcp/0"):
-        host = address.split("/")[2]
-        for port in (remembered_port, None):
+        any_port = address.removesuffix("0")
+        if remembered_port is not None:
             with contextlib.suppress(NetworkError):
-                await node.listen([f"{address.removesuffix('0')}{port or lasting_port(host)}"])
-                break
+                await node.listen([f"{any_port}{remembered_port}"])
+        if node.listening_port is None:
+            address = f"{any_port}{lasting_port(address.split('/')[2])}"
     if node.listening_port is None:
         await node.listen([address])
     if address.startswith("/ip4/0.0.0.0/"):

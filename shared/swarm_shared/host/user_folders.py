@@ -37,7 +37,9 @@ def expanded(path: Path) -> Path:
     try:
         return path.expanduser().absolute()
     except RuntimeError as error:
-        raise StorageError(f"{path} names a home folder, and there is none; set HOME") from error
+        raise StorageError(
+            f"{path} names a home folder that is not known; write the whole path"
+        ) from error
 
 
 def home_folder() -> Path:
