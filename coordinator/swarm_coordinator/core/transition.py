@@ -68,6 +68,7 @@ from swarm_coordinator.core.rules import (
     held_up,
     membership,
     microbatches,
+    not_finite,
     rebalancing,
     roster,
     round_membership,
@@ -324,7 +325,7 @@ def _message(run: RunState, peer: PeerState, event: MessageReceived, now: float)
     elif isinstance(message, Ready):
         state_transfer.ready(run, peer, message, now)
     elif isinstance(message, NotFinite):
-        membership.not_finite(run, peer, message, now)
+        not_finite.reported(run, peer, message, now)
     elif isinstance(message, SyncFailed):
         state_transfer.sync_failed(run, peer, message, now)
     elif isinstance(message, SnapshotReady):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import heapq
-import math
 
+from swarm_coordinator.core.rules.not_finite import diverged_sentence
 from swarm_coordinator.core.state.peers import PeerState
 from swarm_coordinator.core.state.run import RunState
 from swarm_coordinator.core.state.utilisation import (
@@ -51,7 +51,7 @@ def document_without_peers(run: RunState, now: float) -> StatusDocument:
         cells_done=len(step.table) if step is not None else 0,
         cells_total=run.manifest.training.microbatches_per_step * run.manifest.stage_count,
         loss=last.loss if last is not None else None,
-        diverged=last is not None and not math.isfinite(last.loss),
+        diverged=diverged_sentence(run),
         tokens_per_second=last.tokens / last.seconds if last and last.seconds > 0 else None,
         heldout_loss=run.history.heldout_loss,
         work=WorkCounts.model_validate(run.statistics.work, from_attributes=True),

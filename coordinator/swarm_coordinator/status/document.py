@@ -348,7 +348,8 @@ class StatusDocument(RunProgress):
     addresses: tuple[str, ...] = ()
     generation: int = 0
     step: int = 0
-    diverged: bool = False
+    diverged: str = ""
+    """Why no peer can compute what is left of the step, as a sentence."""
     """Whether the loss of the last applied step is not finite."""
     work: WorkCounts = WorkCounts()
     stages: tuple[StageStatusRow, ...] = ()
@@ -394,7 +395,7 @@ def health_of(document: StatusDocument, dead_after_seconds: float) -> Health:
     if document.waiting_for:
         return health(HealthState.WAITING, f"Waiting for {document.waiting_for}.")
     if document.diverged:
-        return health(HealthState.DEGRADED, "The loss is not finite: training has diverged.")
+        return health(HealthState.DEGRADED, document.diverged)
     single = [row.stage for row in document.stages if row.peers == 1]
     if single:
         have = "has only one" if len(single) == 1 else "have only one each"

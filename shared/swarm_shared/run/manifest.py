@@ -32,9 +32,12 @@ from swarm_shared.run.model_config import MAX_LAYERS, ComputeDtype, ModelConfig
 MAX_STEPS = 10**12
 """Largest number of steps; a counter, which costs a volunteer nothing."""
 
-MAX_RATE = 1e9
-"""Largest value of the optimizer's numbers. They decide what the run learns and cost a volunteer
-nothing, so the bound only excludes infinity."""
+MAX_LEARNING_RATE = 1e3
+MAX_CLIP_NORM = 1e6
+MIN_EPSILON = 1e-12
+"""Bounds that no useful run meets: with them a step changes a parameter by at most 1e21, and so
+many steps as a run may have keep it finite in float32. Then no peer can fail to apply a step that
+is decided; a model that diverges does so where its next microbatch is computed."""
 
 
 TokenizerKind = Literal["bytes", "bpe", "file"]
@@ -139,7 +142,9 @@ class TrainingConfig(TrainingSection):
 class OptimizerConfig(FrozenModel):
     """AdamW (Loshchilov & Hutter, arXiv 1711.05101), linear warm-up, cosine decay, global clip."""
 
-    learning_rate: Finite = Field(gt=0, le=MAX_RATE, description="Peak rate, after the warm-up.")
+    learning_rate: Finite = Field(
+        gt=0, le=MAX_LEARNING_RATE, description="Peak rate, after the warm-up."
+    )
     minimum_learning_rate_ratio: Finite = Field(
         default=0.1,
         ge=0,
@@ -152,21 +157,33 @@ class OptimizerConfig(FrozenModel):
     )
     beta1: Finite = Field(default=0.9, ge=0, lt=1)
     beta2: Finite = Field(default=0.95, ge=0, lt=1)
-    epsilon: Finite = Field(default=1e-6, gt=0, le=MAX_RATE)
+    epsilon: Finite = Field(default=1e-6, ge=MIN_EPSILON, le=1)
     """Larger than torch's 1e-8: with that, elements whose gradients are near rounding noise take
     full steps in random directions, and equal runs drift apart (docs/decisions, number 0002)."""
     weight_decay: Finite = Field(
         default=0.1,
         ge=0,
-        le=MAX_RATE,
-        description="Of matrices only; norms and other vectors are exempt.",
+        le=1 / MIN_EPSILON,
+        description="Of matrices only; norms and other vectors are exempt. Times the learning "
+        "rate at most 1.",
     )
     clip_norm: Finite = Field(
         default=1.0,
         gt=0,
-        le=MAX_RATE,
+        le=MAX_CLIP_NORM,
         description="Bound on the gradient norm of the whole model.",
     )
+
+    @model_validator(mode="after")
+    def _decay_keeps_the_sign(self) -> OptimizerConfig:
+        """A step takes the rate times the decay of a weight away: more than all of it grows."""
+        if self.learning_rate * self.weight_decay > 1:
+            raise ValueError(
+                f"learning_rate {self.learning_rate:g} times weight_decay {self.weight_decay:g} is "
+                "more than 1: the decay of one step would be more than the weight itself; lower "
+                "one of them"
+            )
+        return self
 
 
 class CodecsConfig(FrozenModel):

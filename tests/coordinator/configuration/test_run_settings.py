@@ -29,7 +29,6 @@ def test_the_written_file_says_what_was_meant(name: str):
     assert settings.model.config == PRESETS[name].model
 
 
-finite = st.floats(1e-9, 1e9)
 quoted = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=30)
 
 
@@ -39,8 +38,8 @@ quoted = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=
             "run.name": quoted,
             "run.seed": st.integers(0, 2**53 - 1),
             "data.source": quoted,
-            "optimizer.learning_rate": finite,
-            "optimizer.epsilon": finite,
+            "optimizer.learning_rate": st.floats(1e-9, 10.0),
+            "optimizer.epsilon": st.floats(1e-12, 1.0),
             "model.rope_theta": st.floats(1.0, 1e9, exclude_min=True),  # yarn needs more than 1
             "model.tie_embeddings": st.booleans(),
             "model.attention_bias": st.sampled_from(["none", "qkv", "all"]),

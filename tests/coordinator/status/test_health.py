@@ -46,7 +46,7 @@ STAGES = [{"stage": stage, "peers": 2} for stage in range(2)]
             "Waiting for stage 1 needs 1.",
         ),
         ({"loss": None}, "healthy", HEALTHY),  # after a rollback
-        ({"diverged": True}, "degraded", "The loss is not finite: training has diverged."),
+        ({"diverged": "Training has diverged."}, "degraded", "Training has diverged."),
         ({"phase": "finished", "peers": []}, "finished", "All 9 steps are applied."),
         (
             {"phase": "finished", "heldout_loss": 3.5},

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from swarm_shared.model.flat_gradients import FlatLayout, bind_gradients
 from swarm_shared.model.initialise import initialise
 from swarm_shared.model.llama import Stage
 from swarm_shared.model.optimizer import AdamW, apply_step, fingerprint, make_optimizer
-from swarm_shared.run.manifest import OptimizerConfig, StageRange
+from swarm_shared.run.manifest import (
+    MAX_CLIP_NORM,
+    MAX_LEARNING_RATE,
+    MIN_EPSILON,
+    OptimizerConfig,
+    StageRange,
+)
 from swarm_shared.run.model_config import ModelConfig
 
 MODEL = ModelConfig(
@@ -79,6 +90,43 @@ def test_a_step_equals_the_published_formula_of_adamw():
         torch.testing.assert_close(
             parameter.detach().double(), value, rtol=1e-4, atol=1e-6, msg=name
         )
+
+
+LARGEST_STEP = 1e21
+"""Change of a parameter in one step, which a run of 10^12 steps may make without an infinity."""
+
+below_one = st.one_of(st.floats(0, 1, exclude_max=True), st.just(math.nextafter(1.0, 0.0)))
+gradients = st.one_of(
+    st.just(0.0), st.floats(-MAX_CLIP_NORM, MAX_CLIP_NORM), st.floats(-1e-19, 1e-19)
+)
+
+
+@given(
+    betas=st.tuples(below_one, below_one),
+    rate=st.floats(1e-9, MAX_LEARNING_RATE),
+    epsilon=st.one_of(st.just(MIN_EPSILON), st.floats(MIN_EPSILON, 1.0)),
+    taken=st.lists(gradients, min_size=1, max_size=30),
+    start=st.floats(-1e32, 1e32),
+)
+def test_no_settings_that_a_manifest_may_have_make_a_parameter_infinite(
+    betas: tuple[float, float], rate: float, epsilon: float, taken: list[float], start: float
+) -> None:
+    config = OptimizerConfig(
+        learning_rate=rate, warmup_steps=0, beta1=betas[0], beta2=betas[1], epsilon=epsilon,
+        weight_decay=1 / rate / (1 + 1e-9), clip_norm=MAX_CLIP_NORM,
+    )  # fmt: skip
+    weight = torch.full((2, 2), start)
+    zeros = torch.zeros(2, 2)
+    optimizer = AdamW(config, [weight], [zeros.clone()], [zeros.clone()], [torch.zeros(())])
+    for gradient in taken:
+        before = weight.abs().max().item()
+        optimizer.step([torch.full((2, 2), gradient)], rate)
+        assert weight.abs().max().item() <= before + LARGEST_STEP
+
+
+def test_a_decay_that_takes_more_than_the_weight_is_refused() -> None:
+    with pytest.raises(ValidationError, match=r"2 times weight_decay 0\.6 is more"):
+        OptimizerConfig(learning_rate=2.0, warmup_steps=0, weight_decay=0.6)
 
 
 def test_a_step_gives_the_same_bits_for_any_number_of_threads():

@@ -41,9 +41,6 @@ WAIT_FACTOR = 3.0
 KEPT_APART_SECONDS = 30.0
 """Seconds held up by the accusations of two peers above which they do not share a stage."""
 
-MIN_PARTNERS = 3
-"""Different receivers whose results were not finite that make the sender responsible."""
-
 
 # ---------------------------------------------------------------- waiting
 
@@ -75,7 +72,7 @@ def pace(step: StepState) -> float:
 
 def charge(run: RunState, peer: PeerState, since: float, until: float, now: float) -> None:
     """Charge an interval that a peer alone has held up."""
-    for key in _keys(peer):
+    for key in keys_of(peer):
         run.held_time.change(key, now).charge(since, until, MAX_SECONDS_PER_CHARGE, now)
     _judge(run, peer, now)
 
@@ -85,7 +82,7 @@ def dispute(
 ) -> None:
     """Charge an interval to two peers, of which either may be the one that held up the run."""
     for peer, against in ((one, other), (other, one)):
-        for key in _keys(peer):
+        for key in keys_of(peer):
             run.held_time.change(key, now).dispute(against.peer, since, until, now)
     _judge(run, one, now)
     _judge(run, other, now)
@@ -94,12 +91,12 @@ def dispute(
 def record_at_odds(run: RunState, one: PeerState, other: PeerState, now: float) -> None:
     """Remember that an average has failed between two peers, of which either may be at fault."""
     for peer, against in ((one, other), (other, one)):
-        run.held_time.change(_keys(peer)[-1], now).record_at_odds(_keys(against)[-1], now)
+        run.held_time.change(keys_of(peer)[-1], now).record_at_odds(keys_of(against)[-1], now)
 
 
 def at_odds_since(run: RunState, one: PeerState, other: PeerState, now: float) -> float | None:
     """When an average has last failed between the owners of two peers, within an hour."""
-    account, key = run.held_time.of(_keys(one)[-1]), _keys(other)[-1]
+    account, key = run.held_time.of(keys_of(one)[-1]), keys_of(other)[-1]
     return account.at_odds_with[key] if key in account.parties(now) else None
 
 
@@ -111,8 +108,8 @@ def is_at_odds_with_most(run: RunState, peer: PeerState, now: float) -> bool:
     """
     if peer.stage is None:
         return False
-    own = _keys(peer)[-1]
-    others = {_keys(other)[-1] for other in run.peers.at(peer.stage)} - {own}
+    own = keys_of(peer)[-1]
+    others = {keys_of(other)[-1] for other in run.peers.at(peer.stage)} - {own}
     found = run.held_time.of(own).parties(now) & others
     return len(others) > 1 and 2 * len(found) > len(others)
 
@@ -146,13 +143,13 @@ def _refusal_seconds(run: RunState, account: HeldAccount, now: float) -> float:
     return min(REFUSED_FOR_SECONDS, first * 2.0 ** max(0, times - 2))
 
 
-def _keys(peer: PeerState) -> tuple[PeerId, ...]:
+def keys_of(peer: PeerState) -> tuple[PeerId, ...]:
     owner = peer.profile.owner
     return (peer.peer,) if owner is None else (peer.peer, owner)
 
 
 def held_seconds(run: RunState, peer: PeerState, now: float) -> float:
-    return max(run.held_time.seconds(key, now) for key in _keys(peer))
+    return max(run.held_time.seconds(key, now) for key in keys_of(peer))
 
 
 def is_spent(run: RunState, peer: PeerState, now: float) -> bool:
@@ -176,34 +173,15 @@ def kept_apart(run: RunState, peer: PeerState, stage: StageIndex, now: float) ->
 
 def is_at_odds_in(run: RunState, peer: PeerState, stage: StageIndex, now: float) -> bool:
     """Whether averages have failed between a peer and a holder of a stage, within an hour."""
-    parties = run.held_time.of(_keys(peer)[-1]).parties(now)
+    parties = run.held_time.of(keys_of(peer)[-1]).parties(now)
     # Almost always none: a join must not cost time for each peer of the run.
-    return bool(parties) and any(_keys(holder)[-1] in parties for holder in run.peers.at(stage))
+    return bool(parties) and any(keys_of(holder)[-1] in parties for holder in run.peers.at(stage))
 
 
 def store_changed(run: RunState, now: float) -> None:
     """Store what has been charged since the last tick."""
     if run.held_time.changed and (accounts := run.held_time.take_changed(now)):
         run.commands.append(Remember(HeldTimeRecord(accounts)))
-
-
-# ---------------------------------------------------------------- results that are not finite
-
-
-def record_not_finite(run: RunState, receiver: PeerState, sender: PeerState, now: float) -> None:
-    """Count a result that is not finite against both ends alike."""
-    for peer, other in ((receiver, sender), (sender, receiver)):
-        for key in _keys(peer):
-            run.held_time.change(key, now).record_not_finite(_keys(other)[-1], now)
-
-
-def sends_what_overflows(run: RunState, receiver: PeerState, sender: PeerState, now: float) -> bool:
-    """Whether the sender is part of such results with more different peers than the receiver."""
-    of_sender, of_receiver = (
-        max(run.held_time.change(key, now).partners(now) for key in _keys(peer))
-        for peer in (sender, receiver)
-    )
-    return of_sender >= MIN_PARTNERS and of_sender > of_receiver
 
 
 # ---------------------------------------------------------------- refusing
@@ -235,7 +213,7 @@ def take_refusals(run: RunState, now: float) -> list[PeerState]:
         if peer is not None and _is_last_holder(run, peer):
             continue
         run.held_time.refusals_due.discard(peer_id)
-        for key in (peer_id,) if peer is None else _keys(peer):
+        for key in (peer_id,) if peer is None else keys_of(peer):
             account = run.held_time.change(key, now)
             if seconds := _refusal_seconds(run, account, now):
                 account.refused_until = now + seconds

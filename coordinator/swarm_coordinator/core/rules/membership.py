@@ -23,9 +23,7 @@ from swarm_coordinator.core.state.peers import (
     StageTransfer,
     display,
 )
-from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.state.run import RunState
-from swarm_coordinator.core.state.utilisation import Rejection
 from swarm_shared.base.errors import CapacityError
 from swarm_shared.base.memory import MemoryOffer
 from swarm_shared.base.types import MAX_ADDRESS_CHARACTERS, Generation, StageIndex, Version
@@ -33,7 +31,6 @@ from swarm_shared.protocol import (
     Apply,
     Goodbye,
     Hello,
-    NotFinite,
     Refused,
     StageRequest,
     StageRow,
@@ -290,58 +287,6 @@ def dismiss(run: RunState, peer: PeerState, reason: str, now: float) -> None:
     stage = "no stage" if peer.stage is None else f"stage {peer.stage}"
     run.note(f"{display(peer)} ({stage}) is gone: {reason}", peer.peer)
     release(run, peer, Release.MEMBERSHIP, now)
-
-
-def replace_state(run: RunState, peer: PeerState, reason: str, now: float) -> bool:
-    """Flag a peer that computes wrongly and sync it anew; False if it is the last of its stage.
-
-    The state of the last one has no replacement: the caller clears what it counted, and it retries.
-    """
-    run.flag(peer, Rejection.NOT_FINITE, reason)
-    if not run.peers.has_others(peer):
-        return False
-    resync(run, peer, reason, now)
-    return True
-
-
-def not_finite(run: RunState, peer: PeerState, message: NotFinite, now: float) -> None:
-    """Handle a microbatch that is not finite at a peer.
-
-    The first peer is held responsible, unless the sender of its input is part of such results with
-    more different peers: finite numbers can be chosen to overflow elsewhere. If a second peer gets
-    the same result, the model or the data are.
-    """
-    step = run.steps.numbered(message.step)
-    if step is None or peer.stage is None or not run.peers.holds_current(peer):
-        return
-    if run.phase is not RunPhase.COLLECT or run.steps.round_of(peer.stage) is not None:
-        return  # no peer is synced anew during a close; the result will recur in the next step
-    sender = run.peers.get(message.sender)
-    if sender is not None and sender is not peer:
-        held_up.record_not_finite(run, peer, sender, now)
-        if held_up.sends_what_overflows(run, peer, sender, now):
-            _exclude_sender(run, sender, now)
-            return
-    cell = (message.microbatch, peer.stage)
-    first = step.not_finite.setdefault(cell, peer.peer)
-    if first != peer.peer:
-        run.statistics.reject(Rejection.NOT_FINITE)
-        run.note(
-            f"microbatch {message.microbatch} of step {message.step} is not finite in stage "
-            f"{peer.stage} at two peers: it is the model's doing or the data's",
-            peer.peer,
-        )
-        return
-    replace_state(run, peer, "what it computed was not finite", now)
-
-
-def _exclude_sender(run: RunState, sender: PeerState, now: float) -> None:
-    """Flag a peer whose outputs overflow at many others, and let the step go on without it."""
-    if sender.stage is None or sender.peer in run.peers.excluded:
-        return
-    run.flag(sender, Rejection.NOT_FINITE, "what others computed from its outputs was not finite")
-    if run.peers.has_others(sender) and run.steps.round_of(sender.stage) is None:
-        release(run, sender, Release.STEP, now)
 
 
 def say_goodbye(run: RunState, peer: PeerState, reason: str, now: float) -> None:

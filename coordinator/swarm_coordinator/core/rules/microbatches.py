@@ -38,6 +38,12 @@ EXTRA_IN_FLIGHT = 2
 LEASE_RETRY_SECONDS = 0.5
 """Pause in seconds before a failed microbatch is leased again; its cause rarely passes sooner."""
 
+MAX_NOT_FINITE_RETRY_SECONDS = 30.0
+"""Longest pause before a microbatch that was not finite is leased again."""
+
+NOT_FINITE_RETRIES = 4
+"""Number of those retries at the usual pause; it doubles with each one after them."""
+
 RATE_SMOOTHING = 0.3
 """Weight of the newest report in a peer's rate: about the last five count, which span a few
 seconds."""
@@ -456,10 +462,24 @@ def _due_at(run: RunState, step: StepState, microbatch: MicrobatchIndex) -> floa
     if lease.resolved_at is not None and microbatch in step.owing:
         return lease.resolved_at + limits.lease_seconds
     if lease.resolved_at is not None:
-        return lease.resolved_at + max(LEASE_RETRY_SECONDS, 2 * limits.receipt_interval_seconds)
+        pause = max(LEASE_RETRY_SECONDS, 2 * limits.receipt_interval_seconds)
+        return lease.resolved_at + max(pause, _not_finite_pause(run, step, microbatch))
     trainer = run.peers.get(lease.trainer)
     delivered_at = -math.inf if trainer is None else trainer.delivered_at
     return max(lease.granted_at, delivered_at) + limits.lease_seconds
+
+
+def _not_finite_pause(run: RunState, step: StepState, microbatch: MicrobatchIndex) -> float:
+    """Seconds before a microbatch that has been finite nowhere is leased again: without a bound on
+    the rate a model that has diverged would keep every peer busy."""
+    if not step.not_finite:
+        return 0.0
+    cells = (step.not_finite.get((microbatch, stage)) for stage in run.stage_indices)
+    times = max((cell.times for cell in cells if cell is not None), default=0)
+    if times <= NOT_FINITE_RETRIES:
+        return 0.0
+    pause = LEASE_RETRY_SECONDS * 2.0 ** min(times - NOT_FINITE_RETRIES, 10)
+    return min(MAX_NOT_FINITE_RETRY_SECONDS, pause)
 
 
 def trainer_loads(

@@ -28,6 +28,7 @@ from swarm_coordinator.core.rules import (
     held_up,
     membership,
     microbatches,
+    not_finite,
     rebalancing,
     round_membership,
     state_transfer,
@@ -316,7 +317,7 @@ def _attempt_failed(
     parties = _charge_failure(run, peer, accused, since, until, now)
     if message.not_finite and message.reset:
         own = "the sum of its gradients was not finite"
-        if membership.replace_state(run, peer, own, now):
+        if not_finite.replace_state(run, peer, own, now):
             return
     elif message.not_finite:
         run.flag(peer, Rejection.NOT_FINITE, "its averaged gradient was not finite")

@@ -31,6 +31,16 @@ class RelayedFailure:
     until: float
 
 
+@dataclass(slots=True)
+class NotFiniteCell:
+    """What peers have reported of a cell whose result was not finite."""
+
+    peers: set[PeerId] = field(default_factory=set)
+    times: int = 0
+    confirmed: bool = False
+    """Whether the model is held responsible, and no longer a peer."""
+
+
 class FailedRound(NamedTuple):
     """A round that was aborted; kept for the times of the step alone."""
 
@@ -87,8 +97,10 @@ class StepState:
     """Microbatches that may have to be leased; all others are done or being driven."""
     lease_alarms: list[tuple[float, MicrobatchIndex]] = field(default_factory=list)
     """A heap of the times at which a lease may expire or a failed one may be granted again."""
-    not_finite: dict[tuple[MicrobatchIndex, StageIndex], PeerId] = field(default_factory=dict)
-    """The first peer at which a microbatch was not finite, by cell."""
+    not_finite: dict[CellKey, NotFiniteCell] = field(default_factory=dict)
+    """The cells whose results were not finite somewhere."""
+    resynced: set[PeerId] = field(default_factory=set)
+    """Peers that were synced anew in this step because their results were not finite."""
     audits: StepAudits = field(default_factory=StepAudits)
     closing: CloseState | None = None
     """The close, from its first round until the step ends or no stage has a round."""
@@ -96,6 +108,18 @@ class StepState:
     complete_at: float | None = None
     """When the table was first complete. Joining peers may delay the close for a bounded time from
     then on, because in a large run some peer is always downloading."""
+
+    def finite_nowhere(self) -> tuple[CellKey, NotFiniteCell] | None:
+        """A cell that the model makes infinite, and not a peer, so that the step cannot end; None
+        if there is none."""
+        return next(
+            (
+                (key, cell)
+                for key, cell in self.not_finite.items()
+                if cell.confirmed and key not in self.table
+            ),
+            None,
+        )
 
     def lost_all(self, peer: PeerId) -> None:
         """Record that a peer has lost all that it had counted."""

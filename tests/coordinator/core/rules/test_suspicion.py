@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 from kits.swarm_world.event_bench import Bench, joined
+from swarm_coordinator.core.events import Note
 from swarm_coordinator.core.state.peers import PeerPhase
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step, Version
@@ -57,12 +59,99 @@ def test_a_microbatch_that_is_finite_nowhere_is_held_against_one_peer_only() -> 
     assert set(marked(bench)) == {"b0"}
 
 
+def test_a_model_that_has_diverged_is_said_to_have_and_costs_one_sync_at_most_per_peer() -> None:
+    bench = collecting()
+    assert bench.status().diverged == ""
+    say_not_finite(bench, "b0")
+    assert bench.status().diverged == "", "one peer alone may compute wrongly"
+    say_not_finite(bench, "a0")
+    assert bench.status().diverged.startswith(
+        "Step 1 cannot be computed: microbatch 0 is not finite in stage 0 at 2 peers; training has"
+    )
+    say_not_finite(bench, "c0", 1)
+    assert phase(bench, "c0") is PeerPhase.READY
+    assert set(marked(bench)) == {"b0"}
+    assert sum("cannot be computed" in n.text for n in bench.commands(Note, bench.log)) == 1
+
+
+def test_a_step_that_another_peer_can_compute_has_not_diverged() -> None:
+    bench = collecting()
+    say_not_finite(bench, "b0")
+    say_not_finite(bench, "a0")
+    bench.report("c0", 0)
+    assert bench.status().diverged == ""
+    say_not_finite(bench, "c0", 1)
+    assert phase(bench, "c0") is PeerPhase.SYNCING, "what c0 computes may be its own fault again"
+
+
+def test_the_only_peer_of_a_stage_is_flagged_once_and_the_third_time_the_model_is_suspected() -> (
+    None
+):
+    bench = collecting()
+    for _ in range(2):
+        say_not_finite(bench, "a1", sender="b0")
+    assert bench.status().diverged == ""
+    say_not_finite(bench, "a1", sender="c0")
+    assert "at its only peer; training has diverged, or that peer" in bench.status().diverged
+    assert marked(bench) == {"a1": (1, "what it computed was not finite")}
+
+
+def test_a_microbatch_that_is_finite_nowhere_is_leased_at_most_twice_a_minute_in_the_end() -> None:
+    bench = joined("a0", "a1", microbatches=1)
+    leased_at = [bench.now]
+    while len(leased_at) < 16:
+        say_not_finite(bench, "a0")
+        lease = bench.step().leases[MicrobatchIndex(0)]
+        bench.resolve(lease.trainer, 0, lease.lease, ok=False)
+        while not bench.leased(bench.last):
+            bench.tick(0.5)
+        leased_at.append(bench.now)
+    pauses = [late - early for early, late in pairwise(leased_at)]
+    assert max(pauses[:4]) <= 2.0, "a cause that passes costs no long pause"
+    assert pauses == sorted(pauses)
+    assert 30.0 <= pauses[-1] <= 31.0
+
+
+def test_an_evaluation_that_is_finite_nowhere_is_said_to_be() -> None:
+    bench = Bench.trained(1, names=("a0", "a1"), steps=1, evaluation=1)
+    assert bench.run.phase is RunPhase.EVALUATING
+    for _ in range(3):
+        say_not_finite(bench, "a1", 2)
+    assert bench.status().diverged.startswith("The evaluation cannot be computed: microbatch 2 is")
+
+
+def test_a_microbatch_that_the_step_does_not_have_is_ignored() -> None:
+    bench = collecting()
+    say_not_finite(bench, "b0", 999)
+    assert bench.step().not_finite == {}
+    assert marked(bench) == {}
+
+
 def overflowing(*receivers: str) -> Bench:
     """Every receiver has computed something not finite from an output of b0."""
     bench = joined("a0", "b0", "c0", "a1", "b1", "c1", "d1", "e1", microbatches=16)
     for microbatch, receiver in enumerate(receivers):
         say_not_finite(bench, receiver, microbatch, "b0")
     return bench
+
+
+def next_step(bench: Bench, *syncing: str) -> None:
+    """These peers have downloaded their state, and the step ends."""
+    for holder in bench.savers():
+        bench.save(holder)
+    for peer in syncing:
+        bench.ready(peer)
+    bench.tick(1.0)
+    bench.one_step()
+
+
+def test_a_peer_that_computes_no_numbers_with_a_fresh_state_sits_the_step_out() -> None:
+    bench = overflowing("a1")
+    bench.ready("a1")
+    say_not_finite(bench, "a1", 1)
+    assert marked(bench)["a1"] == (2, "what it computed was not finite, with a fresh state")
+    assert bench.run.peers.excluded == {"a1"}
+    assert bench.status().diverged == ""
 
 
 def test_a_sender_whose_outputs_overflow_at_many_is_the_one_that_is_excluded() -> None:
@@ -77,10 +166,7 @@ def test_a_sender_whose_outputs_overflow_at_many_is_the_one_that_is_excluded() -
 
 def test_senders_that_overflow_are_remembered_across_steps() -> None:
     bench = overflowing("a1", "b1")
-    for peer in ("a1", "b1"):
-        bench.ready(peer)
-    bench.tick(1.0)
-    bench.one_step()
+    next_step(bench, "a1", "b1")
     say_not_finite(bench, "c1", 0, "b0")
     assert "c1" not in marked(bench)
     assert bench.run.peers.excluded == {"b0"}
@@ -88,9 +174,9 @@ def test_senders_that_overflow_are_remembered_across_steps() -> None:
 
 def test_a_receiver_that_names_many_senders_is_held_responsible_itself() -> None:
     bench = joined("a0", "b0", "c0", "d0", "a1", "b1", microbatches=16)
-    for microbatch, sender in enumerate(("a0", "b0", "c0", "d0")):
-        say_not_finite(bench, "a1", microbatch, sender)
-        bench.ready("a1")
+    for sender in ("a0", "b0", "c0", "d0"):
+        say_not_finite(bench, "a1", 0, sender)
+        next_step(bench, "a1")
     assert set(marked(bench)) == {"a1"}
     assert not bench.run.peers.excluded
 
@@ -98,18 +184,18 @@ def test_a_receiver_that_names_many_senders_is_held_responsible_itself() -> None
 def test_a_receiver_with_more_senders_than_the_sender_has_receivers_is_responsible() -> None:
     bench = joined("a0", "b0", "c0", "d0", "a1", "b1", "c1", "d1", microbatches=16)
     named = [("b1", "b0"), ("c1", "b0"), ("a1", "a0"), ("a1", "c0"), ("a1", "d0"), ("a1", "b0")]
-    for microbatch, (receiver, sender) in enumerate(named):
-        say_not_finite(bench, receiver, microbatch, sender)
-        bench.ready(receiver)
+    for receiver, sender in named:
+        say_not_finite(bench, receiver, 0, sender)
+        next_step(bench, receiver)
     assert "b0" not in marked(bench)
     assert marked(bench)["a1"][0] == 4
 
 
 def test_one_receiver_alone_excludes_no_sender() -> None:
     bench = overflowing("a1")
-    for microbatch in range(1, 6):
-        bench.ready("a1")
-        say_not_finite(bench, "a1", microbatch, "b0")
+    for _ in range(5):
+        next_step(bench, "a1")
+        say_not_finite(bench, "a1", 0, "b0")
     assert set(marked(bench)) == {"a1"}
 
 
