@@ -106,9 +106,11 @@ async def open_network(
     network = service.settings.network
     wanted = service.port or network.listen_port
     remembered = None if wanted else service.folder.remembered_port()
-    listen = listen_address(network.listen_host, wanted or remembered or 0)
-    if listen.endswith("/tcp/0"):
-        listen = listen_address(network.listen_host, lasting_port(network.listen_host))
+    port = wanted or remembered or 0
+    listen = listen_address(network.listen_host, port)
+    if not port:
+        port = lasting_port(network.listen_host)
+        listen = listen_address(network.listen_host, port)
     try:
         node = await stack.enter_async_context(
             open_node(service.identity, [listen], max_inbound_streams_per_peer=MAX_STREAMS)
@@ -119,7 +121,6 @@ async def open_network(
             "--port chooses another one, and then new invites are needed."
         )
         raise NetworkError(f"{error}{hint if remembered else ''}") from error
-    port = int(node.addresses[0].split("/tcp/")[1].split("/")[0])
     if service.folder.remembered_port() != port:
         service.folder.remember_port(port)
     addresses = dialable_addresses(network.listen_host, port, network.announce)
