@@ -8,8 +8,6 @@ calendar's for people.
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
@@ -17,7 +15,7 @@ from typing import Final
 import trio
 
 from swarm_client.control.status_document import InterruptionView
-from swarm_shared.base.clock import Clock, monotonic, wall
+from swarm_shared.base.clock import Clock, clock_through_sleep, monotonic, wall
 from swarm_shared.base.text import duration_text
 
 CHECK_SECONDS: Final = 2.0
@@ -27,16 +25,6 @@ MIN_INTERRUPTION_SECONDS: Final = 10.0
 and a run hardly notices shorter ones."""
 SHOWN_SECONDS: Final = 600.0
 """Seconds for which an interruption explains why no stage is held yet."""
-
-
-def clock_through_sleep() -> float:
-    """Seconds of a clock that continues while the machine sleeps and that nothing sets."""
-    if sys.platform == "linux":
-        return time.clock_gettime(time.CLOCK_BOOTTIME)
-    if sys.platform == "darwin":
-        # Unlike Python's own clock, which stands still during sleep on macOS.
-        return time.clock_gettime(time.CLOCK_MONOTONIC)
-    return wall()
 
 
 @dataclass(slots=True, eq=False)

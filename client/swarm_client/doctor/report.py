@@ -5,7 +5,7 @@ problem in the order of CHECKS, which is the order of causes: a damaged invite c
 coordinator that cannot be reached with it. The codes are those of `swarm_shared.base.errors`:
 
     1   Python or torch does not work here         8   the network or the coordinator
-    2   the command's arguments                    9   the run refuses, or the clock is wrong
+    2   the command's arguments                    9   the run refuses this machine
     3   a key file that cannot be used             10  another version is needed
     4   the invite                                 11  the coordinator breaks the protocol
     6   memory or the device

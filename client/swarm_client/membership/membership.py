@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from swarm_shared.base.clock import wall
+from swarm_shared.base.clock import RunClock
 from swarm_shared.base.errors import AdmissionError, ProtocolError, SignatureError
-from swarm_shared.base.text import duration_text
 from swarm_shared.base.types import Generation, PeerId, RunId
 from swarm_shared.identity.credentials import (
-    CLOCK_SKEW_SECONDS,
     MembershipCertificate,
     check_certificate,
 )
@@ -32,11 +30,6 @@ class Membership:
     generation: Generation
 
 
-class ClockBehind(AdmissionError):
-    """The certificate of a welcome holds only from a time that this machine's clock has yet to
-    reach. It is set soon where the machine has just started."""
-
-
 class CurrentMembership:
     """The newest membership of an admitted volunteer: each session can change its generation, and
     certificates are renewed."""
@@ -45,11 +38,11 @@ class CurrentMembership:
         self.now = membership
 
 
-def verify_welcome(welcome: Welcome, invite: Invite, me: PeerId) -> Membership:
-    """The membership from a welcome.
+def verify_welcome(welcome: Welcome, invite: Invite, me: PeerId, clock: RunClock) -> Membership:
+    """The membership from a welcome; its certificate gives `clock` the run's time.
 
-    SignatureError or AdmissionError when it does not match the invite, ClockBehind when this
-    machine's clock is, CapacityError when its manifest hides how much memory a stage needs.
+    SignatureError or AdmissionError when it does not match the invite, CapacityError when its
+    manifest hides how much memory a stage needs.
     """
     manifest = open_manifest(
         decode_envelope(welcome.manifest, "the coordinator's manifest"), invite.organiser
@@ -62,27 +55,26 @@ def verify_welcome(welcome: Welcome, invite: Invite, me: PeerId) -> Membership:
     membership = Membership(
         invite.run_id, invite.organiser, welcome.certificate, manifest, welcome.generation
     )
-    _check(membership, me)
+    _check(membership, me, clock)
     return membership
 
 
-def renew_certificate(membership: Membership, certificate: str, me: PeerId) -> Membership:
-    """The membership with a newer certificate. ProtocolError when that one is not valid."""
+def renew_certificate(
+    membership: Membership, certificate: str, me: PeerId, clock: RunClock
+) -> Membership:
+    """The membership with a newer certificate, which sets `clock` again. ProtocolError when that
+    one is not valid."""
     newer = replace(membership, certificate=certificate)
     try:
-        _check(newer, me)
+        _check(newer, me, clock)
     except AdmissionError as error:
         # The current certificate is still valid: attach again for another one, or for the reason.
         raise ProtocolError(f"the coordinator's new certificate is invalid: {error}") from error
     return newer
 
 
-def _check(membership: Membership, me: PeerId) -> None:
-    envelope, now = decode_envelope(membership.certificate, "the coordinator's certificate"), wall()
-    issued_at = MembershipCertificate.open(envelope, membership.organiser).not_before
-    if now < issued_at - CLOCK_SKEW_SECONDS:
-        raise ClockBehind(
-            f"this machine's clock is {duration_text(issued_at - now)} behind the coordinator's; "
-            "turn on the setting that takes the time from the internet"
-        )
-    check_certificate(envelope, membership.run, membership.organiser, now, me)
+def _check(membership: Membership, me: PeerId, clock: RunClock) -> None:
+    envelope = decode_envelope(membership.certificate, "the coordinator's certificate")
+    # The coordinator has issued it for this message.
+    clock.learn(MembershipCertificate.open(envelope, membership.organiser).not_before)
+    check_certificate(envelope, membership.run, membership.organiser, clock(), me)

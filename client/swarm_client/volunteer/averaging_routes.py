@@ -7,7 +7,6 @@ The order in which routes are tried is `swarm_client.averaging.all_reduce.routes
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 
 import trio
@@ -18,6 +17,7 @@ from swarm_client.averaging.protocol.messages import Member
 from swarm_client.membership.roster import RosterView
 from swarm_shared.addresses.announced import is_tcp
 from swarm_shared.addresses.dial_order import Interfaces, direct_addresses, is_global
+from swarm_shared.base.clock import Clock
 from swarm_shared.base.errors import FrameError, SignatureError
 from swarm_shared.base.types import PeerId, StageIndex
 from swarm_shared.identity.credentials import (
@@ -44,8 +44,10 @@ _MAX_BINDINGS = 4096
 class AveragingRoutes:
     """A view on the roster: only its members are averaged with."""
 
-    def __init__(self, node: Node, roster: RosterView) -> None:
+    def __init__(self, node: Node, roster: RosterView, clock: Clock) -> None:
+        """`clock`: Unix seconds of the run's time, in which bindings expire."""
         self._node = node
+        self._clock = clock
         self._roster = roster
         self._tied_stages: frozenset[StageIndex] = frozenset()
         self._memory = RouteMemory(trio.current_time)
@@ -83,7 +85,7 @@ class AveragingRoutes:
         """The p2pd peer ID of a member; empty without p2pd, or when its binding is not valid."""
         if record.carrier is None:
             return ""
-        key, now = (record.peer, record.carrier.binding), time.time()
+        key, now = (record.peer, record.carrier.binding), self._clock()
         known = self._bindings.get(key)
         if known is None or known[1] < now:
             try:
@@ -132,7 +134,7 @@ class AveragingRoutes:
     ) -> CarrierAddress:
         """The addresses of this peer's p2pd with a signed binding; unchanged until an input
         changes."""
-        now = time.time()
+        now = self._clock()
         if (
             self._own_binding is None
             or self._own_binding[0] != p2pd_peer_id

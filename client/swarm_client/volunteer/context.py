@@ -13,6 +13,7 @@ from swarm_client.machine.devices import Device
 from swarm_client.machine.home import Home
 from swarm_client.training_data.leaf_cache import LeafCache
 from swarm_client.volunteer.memory_shortage import MemoryShortage
+from swarm_shared.base.clock import RunClock
 from swarm_shared.base.memory import MemoryOffer
 from swarm_shared.base.types import StageIndex
 from swarm_shared.identity.invite import Invite
@@ -69,3 +70,4 @@ class VolunteerContext:
     """Reports one line for people."""
     nursery: trio.Nursery
     """Runs the volunteer's background tasks."""
+    clock: RunClock = field(default_factory=RunClock)

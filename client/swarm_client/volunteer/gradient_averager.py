@@ -27,6 +27,7 @@ from swarm_client.averaging.protocol.messages import DigestReceived, SetMembersh
 from swarm_client.membership.roster import RosterView
 from swarm_client.stage.handle.worker_handle import StageWorker
 from swarm_client.volunteer.averaging_routes import AveragingRoutes
+from swarm_shared.base.clock import Clock
 from swarm_shared.base.types import LinearDigests, PeerId, RunId, Step
 from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.linear_digest import DigestKey, digest_sum, from_text, to_text
@@ -57,6 +58,7 @@ class GroupAverager:
         identity: Identity,
         run: RunId,
         organiser: PeerId,
+        clock: Clock,
     ) -> None:
         self.worker = worker
         self.stall_seconds = 10.0
@@ -65,7 +67,8 @@ class GroupAverager:
         self._identity = identity
         self._run = run
         self._organiser = organiser
-        self._routes = routes = AveragingRoutes(node, roster)
+        self._clock = clock
+        self._routes = routes = AveragingRoutes(node, roster, clock)
         self._host = host = Libp2pAveraging(node, routes.host_addresses)
         host.hub.admits = lambda remote: routes.may_average(PeerId(remote))
         self._carried_bytes: dict[tuple[PeerId, Route], list[int]] = {}
@@ -113,6 +116,7 @@ class GroupAverager:
                     certificate=self._certificate.encode(),
                     binding=own.binding.encode(),
                     revoked=tuple(self._roster.revoked),
+                    unix_seconds=self._clock(),
                 )
             )
 

@@ -158,11 +158,8 @@ class Member:
         """Carry out one of the coordinator's orders."""
         match message:
             case CertificateRenewed():
-                self._use(
-                    renew_certificate(
-                        self.membership, message.certificate, self._context.node.peer_id
-                    )
-                )
+                me, clock = self._context.node.peer_id, self._context.clock
+                self._use(renew_certificate(self.membership, message.certificate, me, clock))
             case AssignStage():
                 holders = tuple(self._roster.dialable(holder) for holder in message.holders)
                 self.stages.take(message.model_copy(update={"holders": holders}))

@@ -6,7 +6,6 @@ The form of a record and its check are in `swarm_client.averaging.protocol.direc
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,6 +15,7 @@ from swarm_client.averaging.handle.supervisor import AveragingWorker
 from swarm_client.averaging.protocol.directory_record import open_record, sign_record
 from swarm_shared.addresses.announced import is_tcp
 from swarm_shared.addresses.dial_order import Interfaces, direct_addresses
+from swarm_shared.base.clock import Clock
 from swarm_shared.base.errors import AdmissionError, FrameError, NetworkError, SignatureError
 from swarm_shared.base.types import PeerId, RunId
 from swarm_shared.identity.keys import Identity
@@ -37,6 +37,8 @@ class PeerDirectory:
     worker: AveragingWorker
     run_id: RunId
     organiser: PeerId
+    clock: Clock
+    """Unix seconds of the run's time, in which records expire."""
     _bootstrap_addresses: tuple[str, ...] = ()
 
     def bootstrap_from(self, addresses: tuple[str, ...]) -> None:
@@ -66,7 +68,7 @@ class PeerDirectory:
     async def publish(self, record: PeerRecord) -> None:
         if not self.worker.available:
             return
-        expires = time.time() + RECORD_LIFETIME_SECONDS
+        expires = self.clock() + RECORD_LIFETIME_SECONDS
         signed = sign_record(self.identity, record, expires)
         try:
             # A bootstrap peer may be unavailable for a moment, for example while its p2pd restarts.
@@ -88,7 +90,7 @@ class PeerDirectory:
         records: list[PeerRecord] = []
         for value in found.values():
             try:
-                records.append(open_record(value, self.run_id, self.organiser, time.time()))
+                records.append(open_record(value, self.run_id, self.organiser, self.clock()))
             except (AdmissionError, FrameError, SignatureError) as error:
                 log.info("a directory record was rejected: %s", error)
         return records

@@ -16,7 +16,7 @@ from swarm_client.connectivity.relay_policy import RelayPolicy
 from swarm_client.control.status_document import SuspendReason
 from swarm_client.control.status_sentence import Suspension
 from swarm_client.membership.admission_gate import AdmissionGate
-from swarm_client.membership.membership import ClockBehind, Membership, verify_welcome
+from swarm_client.membership.membership import Membership, verify_welcome
 from swarm_client.membership.roster import RosterView
 from swarm_client.pipeline.held_stage import Holding
 from swarm_client.stage.handle.self_test import fault_error, passed_text, run_self_test
@@ -27,7 +27,6 @@ from swarm_client.volunteer.member import Member
 from swarm_client.volunteer.pause import Pause
 from swarm_client.volunteer.peer_directory import PeerDirectory
 from swarm_client.volunteer.reconnect import Attachment, heartbeat_seconds
-from swarm_client.volunteer.session import RefusedForNow
 from swarm_client.volunteer.snapshots import SnapshotStore
 from swarm_client.volunteer.stage_manager import WorkerLimits
 from swarm_shared.base.errors import NetworkError, ProtocolError
@@ -53,9 +52,6 @@ from swarm_shared.run.manifest import LimitsConfig
 from swarm_shared.transfer.download_meter import DownloadProgress
 from swarm_shared.transfer.transfer import serve_transfers
 from swarm_shared.volunteer_rules.heartbeat import HeartbeatDelta, HeartbeatSnapshot
-
-CLOCK_RETRY_SECONDS = 60.0
-"""Pause before the next attempt of a machine whose clock is behind."""
 
 log = logging.getLogger(__name__)
 
@@ -84,10 +80,13 @@ class Volunteer:
         self._waits_for_memory: Suspension | None = None
         """The latest pause because no stage fitted."""
         self.pause = Pause(self, context.options.long_pause_seconds, context.nursery)
-        self._directory = PeerDirectory(context.identity, worker, invite.run_id, invite.organiser)
-        self.averager = GroupAverager(
-            worker, node, self.roster, context.identity, invite.run_id, invite.organiser
+        self._directory = PeerDirectory(
+            context.identity, worker, invite.run_id, invite.organiser, context.clock
         )
+        self.averager = GroupAverager(
+            worker, node, self.roster, context.identity, invite.run_id, invite.organiser,
+            context.clock,
+        )  # fmt: skip
         self.relay_policy = RelayPolicy(
             node, invite, self.roster, self.averager, self.attachment, report,
             may_relay=context.options.may_relay,
@@ -96,10 +95,13 @@ class Volunteer:
         node.admit_only(lambda peer, protocol: self.roster.knows(peer))
         node.on_network_change.append(self.attachment.network_changed)
         context.nursery.start_soon(self._hand_over_stages)
-        self._gate = AdmissionGate(invite.run_id, invite.organiser, self.roster)
+        self._gate = AdmissionGate(invite.run_id, invite.organiser, self.roster, context.clock)
         self._snapshots.clear()
         serve_transfers(node, self._snapshots.find, self._gate.check_transfer)
-        serve_probe(node, answer_members_only(invite.run_id, invite.organiser, self._gate.check))
+        judge = answer_members_only(
+            invite.run_id, invite.organiser, self._gate.check, context.clock
+        )
+        serve_probe(node, judge)
 
     async def run(self) -> None:
         """Take part until the run has ended or this volunteer has left."""
@@ -204,10 +206,8 @@ class Volunteer:
 
     async def accept_welcome(self, welcome: Welcome) -> LimitsConfig:
         """Verify the welcome before anything of it is used."""
-        try:
-            membership = verify_welcome(welcome, self.context.invite, self.node.peer_id)
-        except ClockBehind as error:
-            raise RefusedForNow(str(error), CLOCK_RETRY_SECONDS, self_test=False) from error
+        context = self.context
+        membership = verify_welcome(welcome, context.invite, self.node.peer_id, context.clock)
         manifest = membership.manifest
         self._gate.attached(welcome.generation)
         self.roster.site = welcome.site

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import time
 from collections.abc import Callable
 
 import psycopg
@@ -27,14 +26,8 @@ from swarm_coordinator.storage.postgresql import (
 )
 from swarm_coordinator.storage.records import Record, insert, insert_generation
 from swarm_coordinator.storage.store import Store
-from swarm_shared.base.clock import Clock, wall
+from swarm_shared.base.clock import Clock, clock_through_sleep, wall
 from swarm_shared.base.errors import LeadershipError, SwarmError, UsageError
-
-
-def boot_clock() -> float:
-    """Return seconds since boot, including time in which the machine was suspended."""
-    clock = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
-    return time.clock_gettime(clock)
 
 
 class PostgresqlStore(Store):
@@ -45,7 +38,7 @@ class PostgresqlStore(Store):
     _connection: PostgresqlConnection
 
     def __init__(
-        self, location: PostgresqlLocation, clock: Clock = wall, boot: Clock = boot_clock
+        self, location: PostgresqlLocation, clock: Clock = wall, boot: Clock = clock_through_sleep
     ) -> None:
         super().__init__(str(location), clock)
         self._location = location

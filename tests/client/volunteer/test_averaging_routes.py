@@ -8,6 +8,7 @@ from typing import Any
 from kits.members import peer_record
 from swarm_client.membership.roster import RosterView
 from swarm_client.volunteer.averaging_routes import AveragingRoutes
+from swarm_shared.base.clock import wall
 from swarm_shared.identity.keys import Identity
 from swarm_shared.protocol import Roster
 
@@ -15,7 +16,7 @@ MEMBER, P2PD, RELAY = (Identity.from_seed(bytes([n]) * 32) for n in (1, 2, 3))
 
 
 def routes_of(node: Any, view: RosterView) -> AveragingRoutes:
-    return AveragingRoutes(node, view)
+    return AveragingRoutes(node, view, wall)
 
 
 async def test_p2pd_gets_ip_addresses_with_tcp_ports_only() -> None:

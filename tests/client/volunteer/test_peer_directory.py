@@ -10,6 +10,7 @@ import pytest
 from kits.members import certificate, peer_record
 from swarm_client.averaging.protocol.directory_record import sign_record
 from swarm_client.volunteer.peer_directory import PeerDirectory
+from swarm_shared.base.clock import wall
 from swarm_shared.identity.keys import Identity
 from swarm_shared.protocol import PeerRecord
 
@@ -43,7 +44,7 @@ def scene() -> SimpleNamespace:
         organiser=organiser,
         peer=peer,
         shelf=shelf,
-        directory=PeerDirectory(peer, shelf, RUN, organiser.peer_id),  # type: ignore[arg-type]
+        directory=PeerDirectory(peer, shelf, RUN, organiser.peer_id, wall),  # type: ignore[arg-type]
     )
 
 

@@ -25,9 +25,7 @@ from swarm_client.control.contribution_log import ContributionCounter, Contribut
 from swarm_client.control.status_document import SuspendReason
 from swarm_client.machine.devices import Device
 from swarm_client.machine.home import Home
-from swarm_client.membership import membership
 from swarm_client.training_data.leaf_cache import LeafCache
-from swarm_client.volunteer import volunteer
 from swarm_client.volunteer.context import VolunteerContext, VolunteerOptions
 from swarm_client.volunteer.stage_manager import StageManager
 from swarm_client.volunteer.volunteer import Volunteer
@@ -67,8 +65,11 @@ MANIFEST = manifest_of(
 RUN = run_id_of(MANIFEST)
 
 
-def certificate(peer: PeerId, seconds: float = 3600.0, signer: Identity = ORGANISER) -> str:
-    return members.certificate(peer, RUN, signer, seconds=seconds)
+def certificate(
+    peer: PeerId, seconds: float = 3600.0, signer: Identity = ORGANISER, ahead_seconds: float = 0.0
+) -> str:
+    now = time.time() + ahead_seconds
+    return members.certificate(peer, RUN, signer, now=now, seconds=seconds)
 
 
 class Script:
@@ -80,6 +81,8 @@ class Script:
         self.beats = 0
         self.manifest = MANIFEST
         """What the next welcome has."""
+        self.ahead_seconds = 0.0
+        """Of the coordinator's clock, to that of the volunteer."""
         self.refuse = False
         """Whether it hangs up on whoever comes."""
         self.paused: list[bool] = []
@@ -107,7 +110,8 @@ class Script:
         hello = parse(client_messages, frame.header)
         assert isinstance(hello, Hello)
         welcome = Welcome(
-            generation=Generation(1), certificate=certificate(stream.remote),
+            generation=Generation(1),
+            certificate=certificate(stream.remote, ahead_seconds=self.ahead_seconds),
             manifest=base64.b64encode(sign_manifest(ORGANISER, self.manifest)).decode(), stages=(),
             keep=True,
         )  # fmt: skip
@@ -247,19 +251,21 @@ async def test_a_certificate_that_fails_is_not_taken_and_another_is_fetched(
         assert s.ended == []
 
 
-async def test_a_machine_whose_clock_is_behind_waits_until_it_is_set(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("ahead_seconds", [-7200.0, 7200.0])
+async def test_a_machine_whose_clock_is_wrong_takes_part_by_the_clock_of_the_coordinator(
+    ahead_seconds: float, tmp_path: Path
 ) -> None:
-    said: list[str] = []
     async with scene(tmp_path) as s:
-        s.volunteer.attachment._report = said.append
-        monkeypatch.setattr(volunteer, "CLOCK_RETRY_SECONDS", 0.5)
-        monkeypatch.setattr(membership, "wall", lambda: time.time() - 7200)
+        run, other = s.volunteer.context.invite.run_id, Identity.generate().peer_id
+        shown = certificate(other, ahead_seconds=ahead_seconds)
+        with pytest.raises(AdmissionError):
+            s.volunteer._gate.check(other, run, shown)
+        s.script.ahead_seconds = ahead_seconds
         await s.script.streams[-1].reset()
-        await s.until(lambda: any("behind the coordinator's" in it for it in said))
-        assert not s.done
-        monkeypatch.setattr(membership, "wall", time.time)
-        await s.until(lambda: s.volunteer.attachment.attached)
+        await s.script.sessions(2)
+        await s.until(lambda: abs(s.volunteer.context.clock() - time.time()) > 7000)
+        s.volunteer._gate.check(other, run, shown)
+        assert s.ended == []
 
 
 async def test_a_stage_ends_before_another_manifest_of_the_run_is_used(

@@ -24,6 +24,7 @@ from swarm_client.membership.roster import RosterView
 from swarm_client.stage.protocol.messages import SumsDigested
 from swarm_client.stage.worker.accumulation.digests import slice_digests
 from swarm_client.volunteer.gradient_averager import GroupAverager
+from swarm_shared.base.clock import wall
 from swarm_shared.base.types import PeerId, StageIndex, Step
 from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.linear_digest import DigestKey
@@ -49,7 +50,9 @@ class Peer:
         self.own_elements, self.tied_elements = elements, 0
         self.roster = RosterView()
         node.admit_only(lambda peer, protocol: self.roster.knows(peer))
-        self.averager = GroupAverager(worker, node, self.roster, identity, RUN, identity.peer_id)
+        self.averager = GroupAverager(
+            worker, node, self.roster, identity, RUN, identity.peer_id, wall
+        )
         self.averager.stall_seconds = 20.0
         hint = f"swarm-test-{os.getpid()}"
         self.segments = [shared_memory.create(hint, 8 * elements) for _ in range(2)]

@@ -50,4 +50,5 @@ class Organiser:
             certificate=base64.b64encode(certificate.sign(self.key)),
             binding=base64.b64encode(binding.sign(member)),
             revoked=revoked,
+            unix_seconds=now,
         )

@@ -136,7 +136,8 @@ class SetAdmittedPeers(Numbered):
 
 
 class SetMembership(Numbered):
-    """Set this peer's proof of membership for the directory, and the revoked peers."""
+    """Set this peer's proof of membership for the directory, the revoked peers, and the run's time
+    now."""
 
     kind: Literal["set_membership"] = "set_membership"
     run: RunId
@@ -144,6 +145,7 @@ class SetMembership(Numbered):
     certificate: Credential
     binding: Credential
     revoked: Peers = ()
+    unix_seconds: UnixSeconds
 
 
 class Publish(Numbered):

@@ -16,7 +16,7 @@ from collections import OrderedDict
 from typing import Any
 
 from swarm_client.averaging.protocol.messages import SetMembership
-from swarm_shared.base.clock import Clock, wall
+from swarm_shared.base.clock import Clock, RunClock, clock_through_sleep
 from swarm_shared.base.errors import AdmissionError, NetworkError, ProtocolError, SignatureError
 from swarm_shared.base.types import PeerId
 from swarm_shared.identity.credentials import (
@@ -40,9 +40,9 @@ class RunAuthorizer:
     """Implements hivemind.utils.auth.AuthorizerBase. `set_membership` must precede the first
     call."""
 
-    def __init__(self, p2pd_key: Identity, clock: Clock = wall) -> None:
+    def __init__(self, p2pd_key: Identity, clock: Clock = clock_through_sleep) -> None:
         self._key = p2pd_key
-        self._clock = clock
+        self.clock = RunClock(clock)
         self.membership: SetMembership | None = None
         """This peer's proof of membership; None before it is admitted."""
         self._revoked: frozenset[PeerId] = frozenset()
@@ -52,6 +52,7 @@ class RunAuthorizer:
 
     def set_membership(self, membership: SetMembership) -> None:
         """Set the proof that this peer sends from now on, and the revoked peers."""
+        self.clock.learn(membership.unix_seconds)
         before, now = self.membership, membership
         if before is None or (before.run, before.organiser) != (now.run, now.organiser):
             self._tokens.clear()
@@ -62,7 +63,7 @@ class RunAuthorizer:
 
     async def sign_request(self, request: Any, service_public_key: object) -> None:
         self._put_token(request.auth.client_access_token)
-        request.auth.time = self._clock()
+        request.auth.time = self.clock()
         request.auth.nonce = secrets.token_bytes(_NONCE_BYTES)
         request.auth.signature = self._key.sign(_signed_part(request))
 
@@ -108,7 +109,7 @@ class RunAuthorizer:
 
     def _verify_token(self, certificate: bytes, binding: bytes) -> tuple[PeerId, PeerId]:
         """Verify a token; returns the member and its p2pd. Raises if it is invalid."""
-        membership, now = self.membership, self._clock()
+        membership, now = self.membership, self.clock()
         if membership is None:
             raise AdmissionError("this peer is not admitted to a run yet")
         if max(len(certificate), len(binding)) > MAX_CREDENTIAL_BYTES:
@@ -129,7 +130,7 @@ class RunAuthorizer:
         return valid.peer, p2pd
 
     def _check_fresh(self, sent_at: float, nonce: bytes) -> None:
-        now = self._clock()
+        now = self.clock()
         if not abs(sent_at - now) <= CLOCK_SKEW_SECONDS:
             raise SignatureError(f"it was signed {now - sent_at:.0f} s ago, or clocks differ")
         if len(nonce) != _NONCE_BYTES or nonce in self._nonces:

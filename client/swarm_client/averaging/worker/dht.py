@@ -28,7 +28,6 @@ from swarm_client.averaging.protocol.messages import (
 from swarm_client.averaging.worker.authorizer import RunAuthorizer
 from swarm_client.averaging.worker.hivemind_imports import Hivemind
 from swarm_client.averaging.worker.p2pd_carrier import P2pdStreams
-from swarm_shared.base.clock import wall
 from swarm_shared.base.errors import NetworkError
 
 logger = logging.getLogger(__name__)
@@ -90,7 +89,7 @@ class DhtDirectory:
         run, organiser = membership.run, membership.organiser
         records: list[Record] = []
         for subkey, entry in found.value.items():
-            if is_record_of(subkey, entry.value, run, organiser, wall()):
+            if is_record_of(subkey, entry.value, run, organiser, self._authorizer.clock()):
                 records.append(Record(subkey=subkey, value=entry.value))
             if len(records) == MAX_RECORDS:
                 break
