@@ -219,6 +219,33 @@ def test_a_contest_goes_on_when_the_contested_cells_are_cleared() -> None:
     assert lost(bench) == ["a0"]
 
 
+def test_a_contested_cell_that_is_counted_otherwise_takes_back_nothing_that_was_stated() -> None:
+    """The first auditor of both cells works together with a0, the other one computes otherwise."""
+    bench = joined(
+        "a0", "b0", "c0", audits=AuditBook(WHOLE, lambda: 0.5), stages=1, check_sums=True
+    )
+    for microbatch in (0, 1):
+        bench.report("a0", microbatch)
+        answer(bench, *orders(bench)[-1])
+    accomplice, again = (auditor for auditor, _ in orders(bench))
+    assert again == accomplice
+    (honest,) = {"b0", "c0"} - {accomplice}
+    close(bench, 14)
+    answer(bench, honest, orders(bench)[2][1], unlike=True)
+    answer(bench, honest, orders(bench)[-1][1], unlike=True, distance=1e-9)
+    attempt = bench.sent("a0", Close, bench.log)[-1].attempt
+    bench.send("a0", RoundReport(step=1, attempt=attempt, ok=False, reason="lost", missing=(0,)))
+    bench.report_broken("a0", 0, "output")
+    auditor, order = orders(bench)[-1]
+    assert (auditor, order.microbatch) == (accomplice, 0)
+    claimed = bench.step().table[MicrobatchIndex(0), StageIndex(0)].transcript
+    bench.audited(accomplice, order, claimed, sums=((to_text(5),) * CHECKS_PER_SECRET,))
+    bench.tick(0.25)
+    ((member, whole),) = bench.step().audits.whole.items()
+    assert member == ("a0", 0)
+    assert whole.contest is not None
+
+
 def first_auditor(bench: Bench) -> str:
     return orders(bench)[0][0]
 

@@ -243,9 +243,8 @@ def _keep_sums(
         and audit.secret == whole.secret
         and statement.transcript == audit.claim.transcript
     ):
-        claimed = audit.claim.transcript
-        stated = tuple(CellSums(claimed, one, order.auditor, envelope) for one in sums)
-        whole.add(audit.microbatch, order.owner, stated)
+        stated = tuple(CellSums(one, order.auditor, envelope) for one in sums)
+        whole.add(audit.microbatch, audit.claim.transcript, order.owner, stated)
 
 
 def _compare_bits(

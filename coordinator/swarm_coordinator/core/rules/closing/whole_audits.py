@@ -183,7 +183,7 @@ def _proceed(
         for microbatch, of_cell in known.items():
             for owner, one in of_cell.items():
                 if one.sums != sums[microbatch]:
-                    del whole.cells[microbatch][owner]
+                    whole.remove(microbatch, contest.claims[microbatch].transcript, owner)
         return False
     waiting = False
     for microbatch, claim in contest.claims.items():
