@@ -35,7 +35,8 @@ MAX_DISPUTED_SECONDS = 60.0
 cannot spend the budget of the accused."""
 
 MAX_ACCOUNTS = 10_000
-"""Number of peers and owners with an account; those with the fewest seconds are dropped first."""
+"""Number of peers and owners with an account; those with the fewest seconds, held and of a refusal
+that is left, are dropped first."""
 
 MAX_DISPUTES = 64
 """Number of other parties that an account remembers; the least are dropped first."""
@@ -130,6 +131,23 @@ class HeldAccount:
         seconds = self.charge(since, until, min(room, MAX_SECONDS_PER_CHARGE), now)
         known.add(seconds, now)
 
+    def refuse(
+        self, until: float, reason: str, now: float, *, ends_with_self_test: bool = False
+    ) -> None:
+        """Refuse until a time, with a reason; nothing ends sooner what it is refused for already.
+
+        Otherwise a peer could be lazy before it lies, and rest a minute for both.
+        """
+        if self.refused_until > now:
+            ends_with_self_test = ends_with_self_test and self.ends_with_self_test
+        if until > self.refused_until:
+            self.refused_until, self.refused_because = until, reason
+        self.ends_with_self_test = ends_with_self_test
+
+    def worth(self, now: float) -> float:
+        """Seconds that would be forgotten with the account."""
+        return self.held.at(now) + max(0.0, self.refused_until - now)
+
     def record(self, account: PeerId, now: float) -> HeldAccountRecord:
         return HeldAccountRecord(
             account,
@@ -159,7 +177,7 @@ class HeldTime:
         self.changed.add(key)
         found = self.accounts.get(key)
         if found is None:
-            _make_room(self.accounts, MAX_ACCOUNTS, lambda one: one.held.at(now))
+            _make_room(self.accounts, MAX_ACCOUNTS, lambda one: one.worth(now))
             found = self.accounts[key] = HeldAccount()
         return found
 

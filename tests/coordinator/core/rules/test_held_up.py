@@ -258,6 +258,25 @@ def test_the_number_of_accounts_is_bounded_and_the_worst_are_kept() -> None:
     assert held_time.seconds(PeerId("worst"), 40.0) == 40.0
 
 
+def test_who_is_refused_is_not_forgotten_for_any_number_of_new_accounts() -> None:
+    """A device may show another owner with each hello, and accounts cost it a message each."""
+    held_time = HeldTime()
+    held_time.change(PeerId("liar"), 0.0).refuse(3600.0, "it lied", 0.0)
+    for number in range(2 * MAX_ACCOUNTS):
+        held_time.change(PeerId(f"owner{number}"), 40.0)
+    assert held_time.refused([PeerId("liar")], 40.0)
+
+
+def test_a_shorter_refusal_does_not_take_the_place_of_a_longer_one() -> None:
+    account = HeldAccount()
+    account.refuse(3600.0, "it lost an audit", 0.0, ends_with_self_test=True)
+    account.refuse(60.0, "", 0.0)
+    assert (account.refused_until, account.refused_because) == (3600.0, "it lost an audit")
+    assert not account.ends_with_self_test, "there is more than that to end"
+    account.refuse(7200.0, "it lost an audit", 3601.0, ends_with_self_test=True)
+    assert account.ends_with_self_test, "the earlier ones are over"
+
+
 def test_the_last_holder_of_a_stage_is_refused_once_there_is_another_one() -> None:
     bench = collecting("a0", "a1")
     spend(bench, "a0", REFUSED_AT_SECONDS)
@@ -517,7 +536,8 @@ def test_a_self_test_ends_all_refusals_that_are_in_force_or_none(
             bench.run, (PeerId(key),), bench.now + seconds, "why", bench.now,
             ends_with_self_test=by_self_test,
         )  # fmt: skip
-        latest[key] = (by_self_test, seconds)
+        before_by, longest = latest.get(key, (True, 0.0))
+        latest[key] = (by_self_test and (before_by or longest == 0.0), max(longest, seconds))
     now = bench.now + later
     before = held_up.refused_seconds(bench.run, peer, owner, now)
     in_force = [by_self_test for by_self_test, seconds in latest.values() if seconds > later]

@@ -22,6 +22,7 @@ from swarm_coordinator.core.events import (
     StandingsRecord,
     VerdictRecord,
 )
+from swarm_coordinator.core.rules import held_up
 from swarm_coordinator.core.rules.auditing import verdicts
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.trust.audits import MAX_IN_HAND, AuditBook, AuditSettings
@@ -277,6 +278,20 @@ def test_an_expelled_owner_is_refused_for_an_hour_with_the_reason() -> None:
     bench.now += verdicts.REFUSED_SECONDS
     bench.attach("a0")
     assert not bench.sent("a0", Refused)
+
+
+def test_a_rest_that_is_due_does_not_shorten_the_refusal_for_a_lost_audit() -> None:
+    bench = audited()
+    for _ in range(2):
+        held_up.record_alone(bench.run, bench.peer("a0"), bench.now)
+    bench.report("a0", 0)
+    contradict(bench, *the_order(bench))
+    contradict(bench, *the_order(bench))
+    bench.tick(1.0)
+    bench.attach("a0")
+    (refused,) = bench.sent("a0", Refused)
+    assert "microbatch 0 of step 1" in refused.reason
+    assert refused.retry_seconds == verdicts.REFUSED_SECONDS - 1.0
 
 
 def test_the_second_lost_audit_bans_the_owner() -> None:

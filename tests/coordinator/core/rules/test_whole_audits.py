@@ -284,6 +284,21 @@ def test_a_member_that_leaves_while_it_is_contested_is_judged_all_the_same() -> 
     assert lost(bench) == ["a0"]
 
 
+def test_a_member_that_is_refused_for_what_it_held_up_is_judged_all_the_same() -> None:
+    """Otherwise it could have itself refused for a minute whenever its sum is doubted."""
+    bench = filled()
+    for _ in range(2):
+        held_up.record_alone(bench.run, bench.peer("a0"), bench.now)
+    answer_all(bench)
+    close(bench, 14)
+    bench.lose("a0")
+    bench.tick(0.25)
+    assert held_up.refused_seconds(bench.run, PeerId("a0"), None, bench.now)
+    answer_all(bench, since=2)
+    bench.tick(0.25)
+    assert lost(bench) == ["a0"]
+
+
 def test_an_honest_member_that_leaves_while_it_is_contested_loses_nothing() -> None:
     liar = first_auditor(filled())
     bench = contested(part=13, false=liar)

@@ -422,12 +422,14 @@ def _lost(
 def convict(run: RunState, found: VerdictRecord, now: float) -> None:
     """Expel an owner whose statement was found wrong, and record the evidence.
 
-    What else is found before it takes part again belongs to the same verdict.
+    What else is found before it takes part again belongs to the same verdict. A refusal for
+    another reason does not: a liar could hold up the run until it is refused.
     """
     owner, reason = found.owner, found.reason
-    if run.held_time.of(owner).refused_until > now:
-        return
     standing = run.audits.standings.change(owner)
+    if standing.expelled:
+        return
+    standing.expelled = True
     record = replace(found, void_after=standing.vested_step)
     run.audits.verdicts.append(replace(record, evidence=None, statements=(), claim=None))
     run.commands.append(Persist(record))
