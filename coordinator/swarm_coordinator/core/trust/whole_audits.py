@@ -66,8 +66,8 @@ class WholeAudit:
     """What auditors have stated for each check, by receipt and by owner. What is stated of another
     receipt of the same microbatch takes the place of nothing: a member could have its contest
     forgotten by counting a contested cell again."""
-    asked: dict[MicrobatchIndex, set[PeerId]] = field(default_factory=dict)
-    """Owners that have been asked for a contested cell."""
+    asked: dict[MicrobatchIndex, dict[PeerId, PeerId]] = field(default_factory=dict)
+    """The devices that have been asked for a contested cell, and their owners."""
     check: int = 0
     """Number of the check under whose seed digests are compared."""
     attempt: int | None = None
@@ -91,7 +91,11 @@ class WholeAudit:
         self, microbatch: MicrobatchIndex, transcript: Transcript, owner: PeerId,
         stated: tuple[CellSums, ...],
     ) -> None:  # fmt: skip
-        self.cells.setdefault((microbatch, transcript), {})[owner] = stated
+        known = self.cells.get((microbatch, transcript), {})
+        auditor = stated[0].auditor
+        # A device that has shown another owner since states nothing for both.
+        others = {one: of for one, of in known.items() if of[0].auditor != auditor}
+        self.cells[microbatch, transcript] = {**others, owner: stated}
 
     def remove(self, microbatch: MicrobatchIndex, transcript: Transcript, owner: PeerId) -> None:
         """Remove what an owner has stated falsely."""

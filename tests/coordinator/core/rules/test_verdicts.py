@@ -307,6 +307,62 @@ def test_the_second_lost_audit_bans_the_owner() -> None:
     assert [one.self_test for one in bench.sent("a0", Refused, bench.log)] == [False]
 
 
+def back(bench: Bench, peer: str, owner: str) -> None:
+    """A holder of stage 0 attaches again as a device of another owner."""
+    bench.attach(
+        peer, owner=PeerId(owner), owner_binding=f"of {owner}", stage=StageIndex(0),
+        version=Version(0), self_tested=True,
+    )  # fmt: skip
+
+
+def test_a_device_that_shows_another_owner_each_time_is_banned_with_its_second_lost_audit() -> None:
+    bench = audited("b0", "c0", "a1")
+    bench.join("x0", 0, owner=PeerId("first"), owner_binding="of first")
+    for owner in ("first", "second"):
+        back(bench, "x0", owner)
+        bench.report("x0", 0)
+        contradict(bench, *the_order(bench))
+        contradict(bench, *the_order(bench))
+        bench.tick(1.0)
+    assert [record.owner for record in bench.records(VerdictRecord)] == ["first", "second"]
+    assert [ban.owner for ban in bench.commands(Ban, bench.log)] == ["x0"]
+
+
+def test_a_device_has_one_vote_in_an_audit_whatever_owners_it_shows() -> None:
+    bench = audited("a0", "b0", "a1")
+    bench.join("x0", 0, owner=PeerId("first"), owner_binding="of first")
+    bench.pause("b0")
+    bench.report("a0", 0)
+    auditor, order = the_order(bench)
+    assert auditor == "x0"
+    contradict(bench, auditor, order)
+    for owner in ("second", "third"):
+        back(bench, "x0", owner)
+        bench.tick(0.25)
+    asked = [order for order in bench.sent("x0", Audit, bench.log) if order.claimed is None]
+    assert len(asked) == 1
+    assert not bench.records(VerdictRecord)
+
+
+def test_an_order_ends_when_its_auditor_shows_another_owner() -> None:
+    """A vote for the audited owner would spoil the evidence, and its verdict not be provable."""
+    bench = audited("b0", "c0", "a1")
+    for device, owner in (("x0", "first"), ("y0", "second")):
+        bench.join(device, 0, owner=PeerId(owner), owner_binding=f"of {owner}")
+    bench.pause("b0", "c0")
+    bench.report("x0", 0)
+    auditor, order = the_order(bench)
+    assert auditor == "y0"
+    for peer in ("b0", "c0"):
+        bench.resume(peer)
+    back(bench, "y0", "first")
+    assert the_order(bench)[0] in ("b0", "c0"), "another one is asked at once"
+    bench.audited("y0", order, false(order))
+    assert not orders(bench)
+    (audit,) = bench.step().audits.open.values()
+    assert not audit.votes
+
+
 def test_an_owner_that_passes_its_self_test_is_back_at_once_on_probation() -> None:
     bench = audited(settings=AuditSettings(audit_share=0.01, probation_cells=2))
     bench.run.audits.standings.change(PeerId("a0")).passed = 2

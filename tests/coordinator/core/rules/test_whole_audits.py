@@ -20,7 +20,7 @@ from swarm_coordinator.core.rules.auditing.cleared_cells import clear_cell
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.trust.audits import AuditBook, AuditSettings
 from swarm_coordinator.simulator.transcripts import simulated_transcript
-from swarm_shared.base.types import Generation, MicrobatchIndex, PeerId, RunId, StageIndex
+from swarm_shared.base.types import Generation, MicrobatchIndex, PeerId, RunId, StageIndex, Version
 from swarm_shared.identity.linear_digest import CHECKS_PER_SECRET, check_seed, to_text
 from swarm_shared.identity.work_statements import SumDigests, SumStatement
 from swarm_shared.protocol import AbortRound, Audit, Close, Refused, RoundReport, SumCheck
@@ -297,6 +297,18 @@ def test_a_member_that_is_refused_for_what_it_held_up_is_judged_all_the_same() -
     answer_all(bench, since=2)
     bench.tick(0.25)
     assert lost(bench) == ["a0"]
+
+
+def test_a_member_that_returns_as_the_device_of_other_owners_does_not_judge_itself() -> None:
+    bench = contested()
+    for owner in ("first", "second"):
+        bench.attach("a0", owner=PeerId(owner), stage=StageIndex(0), version=Version(0))
+        bench.tick(0.25)
+    assert not bench.sent("a0", Audit, bench.log)
+    answer_all(bench, since=2)
+    bench.tick(0.25)
+    assert lost(bench) == ["a0"]
+    assert "a0" not in bench.run.peers
 
 
 def test_an_honest_member_that_leaves_while_it_is_contested_loses_nothing() -> None:
