@@ -12,6 +12,7 @@ from swarm_coordinator.core.state.held_time import (
     HELD_BUDGET_SECONDS,
     MAX_ACCOUNTS,
     MAX_DISPUTED_SECONDS,
+    MAX_DISPUTED_WITH_ALL_SECONDS,
     REFUSED_AT_SECONDS,
     REFUSED_FOR_SECONDS,
     HeldAccount,
@@ -240,6 +241,16 @@ def test_the_words_of_one_peer_cost_another_one_half_of_its_budget_at_most() -> 
     for since in (0.0, 50.0, 100.0):
         account.dispute(PeerId("a0"), since, since + 30.0, since + 30.0)
     assert account.held.at(130.0) == pytest.approx(MAX_DISPUTED_SECONDS, abs=1.0)
+
+
+def test_the_words_of_many_peers_have_no_other_one_refused() -> None:
+    """Four liars of ten members did."""
+    account = HeldAccount()
+    for number in range(20):
+        account.dispute(PeerId(f"liar{number}"), 50.0 * number, 50.0 * number + 30.0, 50.0 * number)
+        assert account.held.at(50.0 * number) <= MAX_DISPUTED_WITH_ALL_SECONDS
+    assert account.disputes[PeerId("liar19")].at(950.0) == 30.0, "the two stay apart nevertheless"
+    assert REFUSED_AT_SECONDS - MAX_DISPUTED_WITH_ALL_SECONDS > 89.0, "the most of honest worlds"
 
 
 def test_the_budget_returns_within_an_hour() -> None:
