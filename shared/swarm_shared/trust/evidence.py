@@ -153,6 +153,10 @@ def judge(run: RunId, evidence: Evidence) -> Judgement:
     twice = next((one for one in voters if voters.count(one) > 1), None)
     if twice is not None:
         raise ProtocolError(f"the owner {twice} has more than one vote")
+    devices = [receipt.peer, *(vote.peer for vote in votes)]
+    again = next((one for one in devices if devices.count(one) > 1), None)
+    if again is not None:
+        raise ProtocolError(f"the device {again} has more than one vote, for several owners")
     if evidence.entitled < len(voters):
         raise ProtocolError(
             f"{len(voters)} owners have voted, and {evidence.entitled} were entitled to"

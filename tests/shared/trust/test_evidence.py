@@ -80,6 +80,17 @@ def test_two_devices_of_one_owner_have_one_vote() -> None:
     assert "more than one vote" in refused(of=of)
 
 
+def test_a_device_of_two_owners_has_one_vote() -> None:
+    statements = tuple(
+        SignedStatement(
+            statement=kit.statement(RUN, kit.FIRST), binding=kit.binding(one, kit.FIRST)
+        )
+        for one in (kit.SECOND, kit.THIRD)
+    )
+    evidence = kit.evidence(RUN).model_copy(update={"statements": statements})
+    assert "has more than one vote, for several owners" in refused(of=evidence)
+
+
 @pytest.mark.parametrize(
     ("changes", "why"),
     [

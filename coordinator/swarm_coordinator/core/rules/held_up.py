@@ -216,8 +216,7 @@ def take_refusals(run: RunState, now: float) -> list[PeerState]:
         for key in (peer_id,) if peer is None else keys_of(peer):
             account = run.held_time.change(key, now)
             if seconds := _refusal_seconds(run, account, now):
-                account.refused_until = now + seconds
-                account.refused_because, account.ends_with_self_test = "", False
+                account.refuse(now + seconds, "", now)
         if peer is not None and refused_seconds(run, peer_id, peer.profile.owner, now):
             found.append(peer)
     return found
@@ -258,9 +257,9 @@ def refuse_until(
 ) -> None:  # fmt: skip
     """Refuse a peer and its owner until a time, with a reason."""
     for key in keys:
-        account = run.held_time.change(key, now)
-        account.refused_until, account.refused_because = until, reason
-        account.ends_with_self_test = ends_with_self_test
+        run.held_time.change(key, now).refuse(
+            until, reason, now, ends_with_self_test=ends_with_self_test
+        )
 
 
 def ends_with_self_test(run: RunState, peer: PeerId, owner: PeerId | None, now: float) -> bool:

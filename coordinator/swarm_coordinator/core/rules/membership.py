@@ -22,6 +22,7 @@ from swarm_coordinator.core.state.peers import (
     PeerState,
     StageTransfer,
     display,
+    owner_of,
 )
 from swarm_coordinator.core.state.run import RunState
 from swarm_shared.base.errors import CapacityError
@@ -61,6 +62,7 @@ def attach(run: RunState, event: PeerAttached, now: float) -> None:
         last_heard=now,
     )
     roster.attached(run, event.peer)
+    run.audits.standings.takes_part(owner_of(peer))
     run.peers[event.peer] = peer
     held = hello.stage if hello.stage in run.stage_indices else None
     missed = None if held is None else _missed_step(run, held, hello)

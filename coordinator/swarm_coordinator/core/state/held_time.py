@@ -34,8 +34,13 @@ MAX_DISPUTED_SECONDS = 60.0
 """Held seconds that the accusations of one peer can cost another one, and itself: a single accuser
 cannot spend the budget of the accused."""
 
+MAX_DISPUTED_WITH_ALL_SECONDS = REFUSED_AT_SECONDS / 2
+"""Held seconds that all accusations together can cost a peer: a minority of a stage that works
+together has no other peer refused. One that accuses others is excluded and rests all the same."""
+
 MAX_ACCOUNTS = 10_000
-"""Number of peers and owners with an account; those with the fewest seconds are dropped first."""
+"""Number of peers and owners with an account; those with the fewest seconds, held and of a refusal
+that is left, are dropped first."""
 
 MAX_DISPUTES = 64
 """Number of other parties that an account remembers; the least are dropped first."""
@@ -77,6 +82,8 @@ class HeldAccount:
     """End of the last interval that was charged."""
     disputes: dict[PeerId, Leaking] = field(default_factory=dict)
     """The seconds of failed attempts for which this peer named another one, or was named by it."""
+    disputed: Leaking = field(default_factory=Leaking)
+    """The part of the held seconds that was charged for these."""
     not_finite_with: dict[PeerId, float] = field(default_factory=dict)
     """The other ends of computations that were not finite, and when the latest one was."""
     at_odds_with: dict[PeerId, float] = field(default_factory=dict)
@@ -121,14 +128,35 @@ class HeldAccount:
         return seconds
 
     def dispute(self, other: PeerId, since: float, until: float, now: float) -> None:
-        """Charge an attempt for which one peer named the other, up to MAX_DISPUTED_SECONDS."""
+        """Charge an attempt for which one peer named the other, up to MAX_DISPUTED_SECONDS, and
+        MAX_DISPUTED_WITH_ALL_SECONDS of all others."""
         known = self.disputes.get(other)
         if known is None:
             _make_room(self.disputes, MAX_DISPUTES, lambda one: one.at(now))
             known = self.disputes[other] = Leaking()
-        room = max(0.0, MAX_DISPUTED_SECONDS - known.at(now))
-        seconds = self.charge(since, until, min(room, MAX_SECONDS_PER_CHARGE), now)
+        room = min(MAX_DISPUTED_SECONDS - known.at(now), MAX_SECONDS_PER_CHARGE)
+        seconds = max(0.0, min(until - max(since, self.charged_until), room))
+        room_of_all = max(0.0, MAX_DISPUTED_WITH_ALL_SECONDS - self.disputed.at(now))
+        charged = self.charge(since, until, min(seconds, room_of_all), now)
+        self.disputed.add(charged, now)
         known.add(seconds, now)
+
+    def refuse(
+        self, until: float, reason: str, now: float, *, ends_with_self_test: bool = False
+    ) -> None:
+        """Refuse until a time, with a reason; nothing ends sooner what it is refused for already.
+
+        Otherwise a peer could be lazy before it lies, and rest a minute for both.
+        """
+        if self.refused_until > now:
+            ends_with_self_test = ends_with_self_test and self.ends_with_self_test
+        if until > self.refused_until:
+            self.refused_until, self.refused_because = until, reason
+        self.ends_with_self_test = ends_with_self_test
+
+    def worth(self, now: float) -> float:
+        """Seconds that would be forgotten with the account."""
+        return self.held.at(now) + max(0.0, self.refused_until - now)
 
     def record(self, account: PeerId, now: float) -> HeldAccountRecord:
         return HeldAccountRecord(
@@ -159,7 +187,7 @@ class HeldTime:
         self.changed.add(key)
         found = self.accounts.get(key)
         if found is None:
-            _make_room(self.accounts, MAX_ACCOUNTS, lambda one: one.held.at(now))
+            _make_room(self.accounts, MAX_ACCOUNTS, lambda one: one.worth(now))
             found = self.accounts[key] = HeldAccount()
         return found
 
@@ -193,6 +221,7 @@ def restored_held_time(records: Iterable[HeldAccountRecord], now: float) -> Held
             one.account: HeldAccount(
                 Leaking(now + one.leaks_for_seconds),
                 disputes={other: Leaking(now + seconds) for other, seconds in one.disputes},
+                disputed=Leaking(now + sum(seconds for _, seconds in one.disputes)),
                 refused_until=now + one.refused_for_seconds,
                 refused_because=one.refused_because,
                 ends_with_self_test=one.ends_with_self_test,

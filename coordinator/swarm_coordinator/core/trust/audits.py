@@ -103,8 +103,9 @@ class OpenAudit:
     """The signed binding of `peer` to `owner`, in base64; empty if it is its own owner."""
     order: Order | None = None
     votes: list[Vote] = field(default_factory=list)
-    asked: set[PeerId] = field(default_factory=set)
-    """Owners that have been asked, whether they voted or not."""
+    asked: dict[PeerId, PeerId] = field(default_factory=dict)
+    """The devices that have been asked, whether they voted or not, and the owners that they had
+    then. A device may show another owner with each hello."""
     secret: str = ""
     """Of the digests that the auditor also states; empty outside of whole audits."""
     confirms: bool = False
@@ -135,6 +136,11 @@ class OpenAudit:
     def peer(self) -> PeerId:
         """The audited peer."""
         return self.machine.peer
+
+    @property
+    def owner_of_device(self) -> dict[PeerId, PeerId]:
+        """The owners for which the audited device and those that were asked take part."""
+        return {**self.asked, self.peer: self.owner}
 
     @property
     def disputed(self) -> bool:

@@ -38,6 +38,8 @@ class Standing:
     """The latest of these steps."""
     unaudited: int = 0
     """Cells counted since the last passed audit; not stored."""
+    expelled: bool = False
+    """Whether it has lost an audit and not taken part since; not stored."""
 
     def record(self, owner: PeerId) -> StandingRecord:
         return StandingRecord(
@@ -60,6 +62,11 @@ class Standings:
         """The owner's standing, to be changed: it is stored with the next step."""
         self.changed.add(owner)
         return self._kept(owner)
+
+    def takes_part(self, owner: PeerId) -> None:
+        """A device of the owner is attached: what is found from now on is another verdict."""
+        if (known := self.owners.get(owner)) is not None:
+            known.expelled = False
 
     def note_counted(self, owner: PeerId) -> Standing:
         """One more cell of the owner has been counted."""

@@ -32,10 +32,8 @@ Sums = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class CellSums:
-    """What one auditor states of one cell."""
+    """What one auditor states of one cell, whose receipt its computation agrees with to the bit."""
 
-    transcript: Transcript
-    """What the audited receipt says, and the auditor's computation gives to the bit."""
     sums: Sums
     auditor: PeerId
     envelope: str
@@ -62,10 +60,14 @@ class WholeAudit:
 
     secret: str
     """From which the seeds follow; auditors know it."""
-    cells: dict[MicrobatchIndex, dict[PeerId, tuple[CellSums, ...]]] = field(default_factory=dict)
-    """What auditors have stated for each check, by microbatch and by owner."""
-    asked: dict[MicrobatchIndex, set[PeerId]] = field(default_factory=dict)
-    """Owners that have been asked for a contested cell."""
+    cells: dict[tuple[MicrobatchIndex, Transcript], dict[PeerId, tuple[CellSums, ...]]] = field(
+        default_factory=dict
+    )
+    """What auditors have stated for each check, by receipt and by owner. What is stated of another
+    receipt of the same microbatch takes the place of nothing: a member could have its contest
+    forgotten by counting a contested cell again."""
+    asked: dict[MicrobatchIndex, dict[PeerId, PeerId]] = field(default_factory=dict)
+    """The devices that have been asked for a contested cell, and their owners."""
     check: int = 0
     """Number of the check under whose seed digests are compared."""
     attempt: int | None = None
@@ -85,16 +87,26 @@ class WholeAudit:
     def begin_another_check(self) -> None:
         self.attempt, self.check = None, self.check + 1
 
-    def add(self, microbatch: MicrobatchIndex, owner: PeerId, stated: tuple[CellSums, ...]) -> None:
-        self.cells.setdefault(microbatch, {})[owner] = stated
+    def add(
+        self, microbatch: MicrobatchIndex, transcript: Transcript, owner: PeerId,
+        stated: tuple[CellSums, ...],
+    ) -> None:  # fmt: skip
+        known = self.cells.get((microbatch, transcript), {})
+        auditor = stated[0].auditor
+        # A device that has shown another owner since states nothing for both.
+        others = {one: of for one, of in known.items() if of[0].auditor != auditor}
+        self.cells[microbatch, transcript] = {**others, owner: stated}
+
+    def remove(self, microbatch: MicrobatchIndex, transcript: Transcript, owner: PeerId) -> None:
+        """Remove what an owner has stated falsely."""
+        del self.cells[microbatch, transcript][owner]
 
     def of_receipt(
         self, microbatch: MicrobatchIndex, transcript: Transcript
     ) -> dict[PeerId, CellSums]:
         """What is stated for the check of a cell whose receipt says this."""
-        found = self.cells.get(microbatch, {})
-        of_check = {owner: stated[self.check] for owner, stated in found.items()}
-        return {owner: one for owner, one in of_check.items() if one.transcript == transcript}
+        found = self.cells.get((microbatch, transcript), {})
+        return {owner: stated[self.check] for owner, stated in found.items()}
 
 
 def sums_of(digests: Sequence[LinearDigests], parts: int) -> tuple[Sums, ...]:

@@ -12,6 +12,7 @@ from swarm_coordinator.core.state.held_time import (
     HELD_BUDGET_SECONDS,
     MAX_ACCOUNTS,
     MAX_DISPUTED_SECONDS,
+    MAX_DISPUTED_WITH_ALL_SECONDS,
     REFUSED_AT_SECONDS,
     REFUSED_FOR_SECONDS,
     HeldAccount,
@@ -242,6 +243,16 @@ def test_the_words_of_one_peer_cost_another_one_half_of_its_budget_at_most() -> 
     assert account.held.at(130.0) == pytest.approx(MAX_DISPUTED_SECONDS, abs=1.0)
 
 
+def test_the_words_of_many_peers_have_no_other_one_refused() -> None:
+    """Four liars of ten members did."""
+    account = HeldAccount()
+    for number in range(20):
+        account.dispute(PeerId(f"liar{number}"), 50.0 * number, 50.0 * number + 30.0, 50.0 * number)
+        assert account.held.at(50.0 * number) <= MAX_DISPUTED_WITH_ALL_SECONDS
+    assert account.disputes[PeerId("liar19")].at(950.0) == 30.0, "the two stay apart nevertheless"
+    assert REFUSED_AT_SECONDS - MAX_DISPUTED_WITH_ALL_SECONDS > 89.0, "the most of honest worlds"
+
+
 def test_the_budget_returns_within_an_hour() -> None:
     account = HeldAccount()
     account.charge(0.0, 40.0, 40.0, 40.0)
@@ -256,6 +267,25 @@ def test_the_number_of_accounts_is_bounded_and_the_worst_are_kept() -> None:
         held_time.change(PeerId(f"peer{number}"), 40.0)
     assert len(held_time.accounts) <= MAX_ACCOUNTS
     assert held_time.seconds(PeerId("worst"), 40.0) == 40.0
+
+
+def test_who_is_refused_is_not_forgotten_for_any_number_of_new_accounts() -> None:
+    """A device may show another owner with each hello, and accounts cost it a message each."""
+    held_time = HeldTime()
+    held_time.change(PeerId("liar"), 0.0).refuse(3600.0, "it lied", 0.0)
+    for number in range(2 * MAX_ACCOUNTS):
+        held_time.change(PeerId(f"owner{number}"), 40.0)
+    assert held_time.refused([PeerId("liar")], 40.0)
+
+
+def test_a_shorter_refusal_does_not_take_the_place_of_a_longer_one() -> None:
+    account = HeldAccount()
+    account.refuse(3600.0, "it lost an audit", 0.0, ends_with_self_test=True)
+    account.refuse(60.0, "", 0.0)
+    assert (account.refused_until, account.refused_because) == (3600.0, "it lost an audit")
+    assert not account.ends_with_self_test, "there is more than that to end"
+    account.refuse(7200.0, "it lost an audit", 3601.0, ends_with_self_test=True)
+    assert account.ends_with_self_test, "the earlier ones are over"
 
 
 def test_the_last_holder_of_a_stage_is_refused_once_there_is_another_one() -> None:
@@ -517,7 +547,8 @@ def test_a_self_test_ends_all_refusals_that_are_in_force_or_none(
             bench.run, (PeerId(key),), bench.now + seconds, "why", bench.now,
             ends_with_self_test=by_self_test,
         )  # fmt: skip
-        latest[key] = (by_self_test, seconds)
+        before_by, longest = latest.get(key, (True, 0.0))
+        latest[key] = (by_self_test and (before_by or longest == 0.0), max(longest, seconds))
     now = bench.now + later
     before = held_up.refused_seconds(bench.run, peer, owner, now)
     in_force = [by_self_test for by_self_test, seconds in latest.values() if seconds > later]

@@ -22,6 +22,7 @@ from swarm_coordinator.core.events import (
     StandingsRecord,
     VerdictRecord,
 )
+from swarm_coordinator.core.rules import held_up
 from swarm_coordinator.core.rules.auditing import verdicts
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.trust.audits import MAX_IN_HAND, AuditBook, AuditSettings
@@ -279,6 +280,20 @@ def test_an_expelled_owner_is_refused_for_an_hour_with_the_reason() -> None:
     assert not bench.sent("a0", Refused)
 
 
+def test_a_rest_that_is_due_does_not_shorten_the_refusal_for_a_lost_audit() -> None:
+    bench = audited()
+    for _ in range(2):
+        held_up.record_alone(bench.run, bench.peer("a0"), bench.now)
+    bench.report("a0", 0)
+    contradict(bench, *the_order(bench))
+    contradict(bench, *the_order(bench))
+    bench.tick(1.0)
+    bench.attach("a0")
+    (refused,) = bench.sent("a0", Refused)
+    assert "microbatch 0 of step 1" in refused.reason
+    assert refused.retry_seconds == verdicts.REFUSED_SECONDS - 1.0
+
+
 def test_the_second_lost_audit_bans_the_owner() -> None:
     start = restored_with(StandingRecord(PeerId("a0"), 60, 1, Step(0), 0))
     bench = Bench(start, audits=AuditBook(ALL, lambda: 0.0))
@@ -290,6 +305,62 @@ def test_the_second_lost_audit_bans_the_owner() -> None:
     (ban,) = bench.commands(Ban, bench.log)
     assert ban.owner == "a0"
     assert [one.self_test for one in bench.sent("a0", Refused, bench.log)] == [False]
+
+
+def back(bench: Bench, peer: str, owner: str) -> None:
+    """A holder of stage 0 attaches again as a device of another owner."""
+    bench.attach(
+        peer, owner=PeerId(owner), owner_binding=f"of {owner}", stage=StageIndex(0),
+        version=Version(0), self_tested=True,
+    )  # fmt: skip
+
+
+def test_a_device_that_shows_another_owner_each_time_is_banned_with_its_second_lost_audit() -> None:
+    bench = audited("b0", "c0", "a1")
+    bench.join("x0", 0, owner=PeerId("first"), owner_binding="of first")
+    for owner in ("first", "second"):
+        back(bench, "x0", owner)
+        bench.report("x0", 0)
+        contradict(bench, *the_order(bench))
+        contradict(bench, *the_order(bench))
+        bench.tick(1.0)
+    assert [record.owner for record in bench.records(VerdictRecord)] == ["first", "second"]
+    assert [ban.owner for ban in bench.commands(Ban, bench.log)] == ["x0"]
+
+
+def test_a_device_has_one_vote_in_an_audit_whatever_owners_it_shows() -> None:
+    bench = audited("a0", "b0", "a1")
+    bench.join("x0", 0, owner=PeerId("first"), owner_binding="of first")
+    bench.pause("b0")
+    bench.report("a0", 0)
+    auditor, order = the_order(bench)
+    assert auditor == "x0"
+    bench.resume("b0")
+    contradict(bench, auditor, order)
+    assert the_order(bench)[0] == "b0", "which is slow"
+    back(bench, "x0", "second")
+    bench.tick(8.0)
+    asked = [order for order in bench.sent("x0", Audit, bench.log) if order.claimed is None]
+    assert len(asked) == 1
+
+
+def test_an_order_ends_when_its_auditor_shows_another_owner() -> None:
+    """A vote for the audited owner would spoil the evidence, and its verdict not be provable."""
+    bench = audited("b0", "c0", "a1")
+    for device, owner in (("x0", "first"), ("y0", "second")):
+        bench.join(device, 0, owner=PeerId(owner), owner_binding=f"of {owner}")
+    bench.pause("b0", "c0")
+    bench.report("x0", 0)
+    auditor, order = the_order(bench)
+    assert auditor == "y0"
+    for peer in ("b0", "c0"):
+        bench.resume(peer)
+    back(bench, "y0", "first")
+    assert the_order(bench)[0] in ("b0", "c0"), "another one is asked at once"
+    bench.audited("y0", order, false(order))
+    assert not orders(bench)
+    (audit,) = bench.step().audits.open.values()
+    assert not audit.votes
 
 
 def test_an_owner_that_passes_its_self_test_is_back_at_once_on_probation() -> None:

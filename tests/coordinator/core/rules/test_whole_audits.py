@@ -20,7 +20,7 @@ from swarm_coordinator.core.rules.auditing.cleared_cells import clear_cell
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.trust.audits import AuditBook, AuditSettings
 from swarm_coordinator.simulator.transcripts import simulated_transcript
-from swarm_shared.base.types import Generation, MicrobatchIndex, PeerId, RunId, StageIndex
+from swarm_shared.base.types import Generation, MicrobatchIndex, PeerId, RunId, StageIndex, Version
 from swarm_shared.identity.linear_digest import CHECKS_PER_SECRET, check_seed, to_text
 from swarm_shared.identity.work_statements import SumDigests, SumStatement
 from swarm_shared.protocol import AbortRound, Audit, Close, Refused, RoundReport, SumCheck
@@ -219,6 +219,33 @@ def test_a_contest_goes_on_when_the_contested_cells_are_cleared() -> None:
     assert lost(bench) == ["a0"]
 
 
+def test_a_contested_cell_that_is_counted_otherwise_takes_back_nothing_that_was_stated() -> None:
+    """The first auditor of both cells works together with a0, the other one computes otherwise."""
+    bench = joined(
+        "a0", "b0", "c0", audits=AuditBook(WHOLE, lambda: 0.5), stages=1, check_sums=True
+    )
+    for microbatch in (0, 1):
+        bench.report("a0", microbatch)
+        answer(bench, *orders(bench)[-1])
+    accomplice, again = (auditor for auditor, _ in orders(bench))
+    assert again == accomplice
+    (honest,) = {"b0", "c0"} - {accomplice}
+    close(bench, 14)
+    answer(bench, honest, orders(bench)[2][1], unlike=True)
+    answer(bench, honest, orders(bench)[-1][1], unlike=True, distance=1e-9)
+    attempt = bench.sent("a0", Close, bench.log)[-1].attempt
+    bench.send("a0", RoundReport(step=1, attempt=attempt, ok=False, reason="lost", missing=(0,)))
+    bench.report_broken("a0", 0, "output")
+    auditor, order = orders(bench)[-1]
+    assert (auditor, order.microbatch) == (accomplice, 0)
+    claimed = bench.step().table[MicrobatchIndex(0), StageIndex(0)].transcript
+    bench.audited(accomplice, order, claimed, sums=((to_text(5),) * CHECKS_PER_SECRET,))
+    bench.tick(0.25)
+    ((member, whole),) = bench.step().audits.whole.items()
+    assert member == ("a0", 0)
+    assert whole.contest is not None
+
+
 def first_auditor(bench: Bench) -> str:
     return orders(bench)[0][0]
 
@@ -255,6 +282,33 @@ def test_a_member_that_leaves_while_it_is_contested_is_judged_all_the_same() -> 
     answer_all(bench, since=2)
     bench.tick(0.25)
     assert lost(bench) == ["a0"]
+
+
+def test_a_member_that_is_refused_for_what_it_held_up_is_judged_all_the_same() -> None:
+    """Otherwise it could have itself refused for a minute whenever its sum is doubted."""
+    bench = filled()
+    for _ in range(2):
+        held_up.record_alone(bench.run, bench.peer("a0"), bench.now)
+    answer_all(bench)
+    close(bench, 14)
+    bench.lose("a0")
+    bench.tick(0.25)
+    assert held_up.refused_seconds(bench.run, PeerId("a0"), None, bench.now)
+    answer_all(bench, since=2)
+    bench.tick(0.25)
+    assert lost(bench) == ["a0"]
+
+
+def test_a_member_that_returns_as_the_device_of_other_owners_does_not_judge_itself() -> None:
+    bench = contested()
+    for owner in ("first", "second"):
+        bench.attach("a0", owner=PeerId(owner), stage=StageIndex(0), version=Version(0))
+        bench.tick(0.25)
+    assert not bench.sent("a0", Audit, bench.log)
+    answer_all(bench, since=2)
+    bench.tick(0.25)
+    assert lost(bench) == ["a0"]
+    assert "a0" not in bench.run.peers
 
 
 def test_an_honest_member_that_leaves_while_it_is_contested_loses_nothing() -> None:

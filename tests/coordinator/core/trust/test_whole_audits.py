@@ -28,7 +28,7 @@ def stated(
     """By cell and owner, from what each owner states of each cell."""
     return {
         MicrobatchIndex(m): {
-            PeerId(owner): CellSums(TRANSCRIPT, of[m], PeerId(owner), f"by {owner}")
+            PeerId(owner): CellSums(of[m], PeerId(owner), f"by {owner}")
             for owner, of in values.items()
             if m in of
         }
@@ -115,11 +115,14 @@ def test_as_long_as_most_owners_are_honest_only_true_digests_are_found(
         assert found == TRUTH
 
 
-def test_what_is_stated_of_an_earlier_receipt_does_not_count() -> None:
+def test_what_is_stated_of_a_receipt_counts_for_it_alone_and_is_kept_beside_that_of_others() -> (
+    None
+):
     whole = WholeAudit("5eed" * 8)
-    cell = MicrobatchIndex(0)
-    stated = CellSums(TRANSCRIPT, (1,), PeerId("a"), "by a")
-    whole.add(cell, PeerId("a"), (stated,) * CHECKS_PER_SECRET)
-    assert set(whole.of_receipt(cell, TRANSCRIPT)) == {"a"}
+    cell, owner = MicrobatchIndex(0), PeerId("a")
     other = TRANSCRIPT.model_copy(update={"gradient": "f" * 32})
-    assert whole.of_receipt(cell, other) == {}
+    for number, transcript in enumerate((TRANSCRIPT, other)):
+        stated = CellSums((number,), owner, "by a")
+        whole.add(cell, transcript, owner, (stated,) * CHECKS_PER_SECRET)
+    for number, transcript in enumerate((TRANSCRIPT, other)):
+        assert whole.of_receipt(cell, transcript)[owner].sums == (number,)

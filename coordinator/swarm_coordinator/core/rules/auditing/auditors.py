@@ -6,6 +6,8 @@ other owners.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from swarm_coordinator.core.rules import held_up
 from swarm_coordinator.core.state.peers import PeerState, owner_of
 from swarm_coordinator.core.state.run import RunState
@@ -26,9 +28,16 @@ def machine_of(peer: PeerState, stage: StageIndex) -> Machine:
     return Machine(stage, peer.peer, peer.profile.device)
 
 
-def electorate(run: RunState, stage: StageIndex, owner: PeerId) -> frozenset[PeerId]:
-    """The owners that may judge another one of the stage."""
-    owners = {owner_of(peer) for peer in run.peers.ready(stage)}
+def electorate(
+    run: RunState, stage: StageIndex, owner: PeerId, devices: Mapping[PeerId, PeerId]
+) -> frozenset[PeerId]:
+    """The owners that may judge another one of the stage.
+
+    `devices`: those that take part already, the judged one included, each with the owner for which
+    it does. None of them has a further voice for another owner.
+    """
+    ready = {peer.peer: owner_of(peer) for peer in run.peers.ready(stage)}
+    owners = {own for peer, own in ready.items() if devices.get(peer, own) == own}
     return run.audits.entitled(owners, owner)
 
 
@@ -36,11 +45,13 @@ def candidates(run: RunState, audit: OpenAudit) -> list[PeerState]:
     """The peers that may audit it, of owners that have not been asked."""
     if len(audit.asked) >= MAX_VOTERS:
         return []
-    entitled = electorate(run, audit.stage, audit.owner) - audit.asked
+    devices = audit.owner_of_device
+    entitled = electorate(run, audit.stage, audit.owner, devices) - set(audit.asked.values())
     return [
         peer
         for peer in run.peers.ready(audit.stage)
         if owner_of(peer) in entitled
+        and peer.peer not in devices
         and not peer.paused
         and not peer.leaving
         and (not audit.within_class or is_alike(run, audit, peer))
@@ -94,7 +105,7 @@ def ask(
         run.audits.last_audit, auditor.peer, owner_of(auditor), now, compares,
         auditor.profile.binding,
     )  # fmt: skip
-    audit.asked.add(owner_of(auditor))
+    audit.asked[auditor.peer] = owner_of(auditor)
     claimed = audit.claim.transcript
     is_last = audit.stage == run.manifest.stage_count - 1
     run.send(

@@ -174,7 +174,8 @@ def answered(run: RunState, peer: PeerState, event: AuditAnswered, now: float) -
     for step in run.steps.open():
         for audit in step.audits.open.values():
             order = audit.order
-            if order is not None and (order.audit, order.auditor) == (event.audit, peer.peer):
+            asked = None if order is None else (order.audit, order.auditor, order.owner)
+            if order is not None and asked == (event.audit, peer.peer, owner_of(peer)):
                 if not _current(step, audit):
                     del step.audits.open[audit.key]
                 else:
@@ -243,9 +244,8 @@ def _keep_sums(
         and audit.secret == whole.secret
         and statement.transcript == audit.claim.transcript
     ):
-        claimed = audit.claim.transcript
-        stated = tuple(CellSums(claimed, one, order.auditor, envelope) for one in sums)
-        whole.add(audit.microbatch, order.owner, stated)
+        stated = tuple(CellSums(one, order.auditor, envelope) for one in sums)
+        whole.add(audit.microbatch, audit.claim.transcript, order.owner, stated)
 
 
 def _compare_bits(
@@ -271,7 +271,7 @@ def _proceed(run: RunState, step: StepState, audit: OpenAudit, now: float) -> No
     votes = audit.ballot
     trusted = run.audits.settings.trusted_owners
     # Owners that have voted and left still count.
-    judges = auditors.electorate(run, audit.stage, audit.owner)
+    judges = auditors.electorate(run, audit.stage, audit.owner, audit.owner_of_device)
     audit.entitled = len(judges | {vote.owner for vote in votes}) + 1
     found = outcome(votes, audit.entitled, trusted)
     if found is Outcome.OPEN:
@@ -423,12 +423,14 @@ def _lost(
 def convict(run: RunState, found: VerdictRecord, now: float) -> None:
     """Expel an owner whose statement was found wrong, and record the evidence.
 
-    What else is found before it takes part again belongs to the same verdict.
+    What else is found before it takes part again belongs to the same verdict. A refusal for
+    another reason does not: a liar could hold up the run until it is refused.
     """
     owner, reason = found.owner, found.reason
-    if run.held_time.of(owner).refused_until > now:
-        return
     standing = run.audits.standings.change(owner)
+    if standing.expelled:
+        return
+    standing.expelled = True
     record = replace(found, void_after=standing.vested_step)
     run.audits.verdicts.append(replace(record, evidence=None, statements=(), claim=None))
     run.commands.append(Persist(record))
@@ -436,36 +438,50 @@ def convict(run: RunState, found: VerdictRecord, now: float) -> None:
         since = run.audits.unverified_since or standing.unvested_since
         run.audits.unverified_since = min(since, standing.unvested_since)
     run.audits.classes.forget(found.peer)
-    standing.lost += 1
-    standing.passed = standing.withheld = 0
-    standing.unvested_since = NO_STEP
+    banned = _count_lost(run, found.peer, owner)
     run.commands.append(Persist(StandingsRecord(run.audits.standings.take_changed())))
-    if standing.lost > 1:
-        run.commands.append(
-            Ban(owner, f"it has lost {standing.lost} audits; the last one: {reason}")
-        )
-        sentence = f"{reason}; this is the second lost audit, and its owner is banned from this run"
+    for key, lost in banned.items():
+        run.commands.append(Ban(key, f"it has lost {lost} audits; the last one: {reason}"))
+    if banned:
+        sentence = f"{reason}; this is the second lost audit, and it is banned from this run"
     else:
         sentence = (
             f"{reason}; a faulty memory, processor or graphics card does that, too: it may take "
             f"part again once this machine has passed its self-test (`swarm-client doctor "
             f"--self-test`), otherwise in {REFUSED_SECONDS / 60:.0f} min"
         )
-    _expel(run, found.peer, owner, sentence, now, ends_with_self_test=standing.lost == 1)
+    _expel(run, found.peer, owner, sentence, now, ends_with_self_test=not banned)
+
+
+def _count_lost(run: RunState, peer: PeerId, owner: PeerId) -> dict[PeerId, int]:
+    """Count a lost audit against an owner and its device; return the lost audits of those of them
+    that are to be banned.
+
+    A device may show another owner with each hello, and would begin anew with each.
+    """
+    banned: dict[PeerId, int] = {}
+    for key in dict.fromkeys((owner, peer)):
+        standing = run.audits.standings.change(key)
+        standing.lost += 1
+        standing.passed = standing.withheld = 0
+        standing.unvested_since = NO_STEP
+        if standing.lost > 1:
+            banned[key] = standing.lost
+    return banned
 
 
 def _expel(
     run: RunState, peer: PeerId, owner: PeerId, reason: str, now: float,
     *, ends_with_self_test: bool = False,
 ) -> None:  # fmt: skip
-    """Refuse an owner for an hour; the caller of the event removes its peers, and with them their
-    cells."""
+    """Refuse a device and its owner for an hour; the caller of the event removes the peers, and
+    with them their cells. The device may have shown another owner since."""
     held_up.refuse_until(
         run, (peer, owner), now + REFUSED_SECONDS, reason, now,
         ends_with_self_test=ends_with_self_test,
     )  # fmt: skip
     for member in run.peers.values():
-        if owner_of(member) == owner:
+        if owner_of(member) == owner or member.peer == peer:
             run.statistics.flag(member.peer, Rejection.LOST_AUDIT, reason)
             run.audits.expelled[member.peer] = reason
 
@@ -542,7 +558,9 @@ def _current_audits(run: RunState, step: StepState, now: float) -> Iterator[Open
 
 
 def _is_overdue(run: RunState, order: Order, limit: float, now: float) -> bool:
-    return order.auditor not in run.peers or now - order.asked_at > limit
+    auditor = run.peers.get(order.auditor)
+    is_there = auditor is not None and owner_of(auditor) == order.owner
+    return not is_there or now - order.asked_at > limit
 
 
 def delay_close(run: RunState, step: StepState, now: float) -> bool:

@@ -170,10 +170,16 @@ def _proceed(
     known: Known, now: float,
 ) -> bool:  # fmt: skip
     """Conclude a contest, or have its cells audited once more; whether the close waits for it."""
-    stage = member[1]
+    peer, stage = member
     trusted = run.audits.settings.trusted_owners
-    voters = {voter for of_cell in known.values() for voter in of_cell}
-    entitled = len(auditors.electorate(run, stage, contest.owner) | voters) + 1
+    for microbatch, of_cell in known.items():
+        whole.asked.setdefault(microbatch, {one.auditor: owner for owner, one in of_cell.items()})
+    voters = {one.auditor: own for of_cell in known.values() for own, one in of_cell.items()}
+    devices = {peer: contest.owner}
+    for asked in whole.asked.values():
+        devices.update(asked)
+    judges = auditors.electorate(run, stage, contest.owner, devices)
+    entitled = len(judges.union(voters.values())) + 1
     needed = min(entitled, MAX_VOTERS) // 2 + 1
     parts = len(next(iter(next(iter(known.values())).values())).sums)
     put_in = _put_in(contest.stated.statement, parts)
@@ -183,14 +189,13 @@ def _proceed(
         for microbatch, of_cell in known.items():
             for owner, one in of_cell.items():
                 if one.sums != sums[microbatch]:
-                    del whole.cells[microbatch][owner]
+                    whole.remove(microbatch, contest.claims[microbatch].transcript, owner)
         return False
     waiting = False
     for microbatch, claim in contest.claims.items():
-        asked = whole.asked.setdefault(microbatch, set(known[microbatch]))
         audit = OpenAudit(
             contest.machine, microbatch, contest.owner, claim, now, contest.binding,
-            secret=whole.secret, asked=asked, confirms=True, hidden=True,
+            secret=whole.secret, asked=whole.asked[microbatch], confirms=True, hidden=True,
         )  # fmt: skip
         if audit.key in step.audits.open or verdicts.begin_audit(run, step, audit, now):
             waiting = True
