@@ -416,6 +416,8 @@ class _Round:
                 self._received.keep(member, encoded)
             self._inboxes[member][0].send_nowait(encoded)
         await link.receive(FrameKind.BYE)
+        if self._sums_queued[member] < part.pieces:
+            raise link.violated("said goodbye before it had all sums")
         link.finished = True
         link.finish()
         await link.pumped.wait()
