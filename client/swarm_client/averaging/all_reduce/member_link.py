@@ -39,6 +39,10 @@ READ_ABORT_SECONDS = 0.25
 LINGER_SECONDS = 5.0
 """Seconds that the other end has to read the last frame; the round is complete here already."""
 
+HEARTBEATS_PER_SECOND = 100
+"""Most heartbeats of a link, with as many in advance: the shortest stall limit takes 40. Each costs
+its reader several microseconds and its sender 24 bytes."""
+
 NO_PAYLOAD = range(1)
 """The permitted sizes of a frame without payload."""
 
@@ -89,7 +93,8 @@ class MemberLink:
         self.sends_heartbeats = True
         self.peer_aborted = False
         """True once the other end has sent an ABORT frame and needs none from us."""
-        self.last_received_at = anyio.current_time()
+        self.last_received_at = self._opened_at = anyio.current_time()
+        self._heartbeats = 0
         self.awaited_since: float | None = None
         """Since when the round here cannot go on without this member; None while it can."""
         self.received_elements = 0.0
@@ -247,6 +252,10 @@ class MemberLink:
             header = await self._receive_header()
             if header.kind is not FrameKind.HEARTBEAT:
                 break
+            self._heartbeats += 1
+            seconds = self.last_received_at - self._opened_at
+            if self._heartbeats > HEARTBEATS_PER_SECOND * (1 + seconds):
+                raise self.violated(f"sent {self._heartbeats} heartbeats in {seconds:.0f} s")
         if header.kind is FrameKind.ABORT:
             await self._raise_abort(header)
         if (header.kind, header.piece) != (kind, piece) or header.payload_bytes not in sizes:

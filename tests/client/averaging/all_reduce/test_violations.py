@@ -153,6 +153,8 @@ LIES: list[tuple[str, str, Lie, str]] = [
     (MEMBER, "another sender", lambda codec: piece(codec, sender=0), "another member's name"),
     (MEMBER, "another round", lambda codec: piece(codec, tag=b"12345678"), "another round"),
     (MEMBER, "another scale", lambda codec: piece(codec, exponent=113), "scaled"),
+    (MEMBER, "heartbeats at the speed of the line", lambda _: 1000 * frame(FrameKind.HEARTBEAT),
+     "heartbeats in 0 s"),
     (MEMBER, "a full heartbeat", lambda _: frame(FrameKind.HEARTBEAT, b"x"), "with a payload"),
     (MEMBER, "a short abort", lambda _: frame(FrameKind.ABORT, b"\x00"), "abort frame of"),
     (MEMBER, "a long abort", lambda _: frame(FrameKind.ABORT, payload_bytes=10**6),
