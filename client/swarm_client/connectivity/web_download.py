@@ -6,6 +6,11 @@ routable addresses is followed. A name is resolved once for each hop, all of its
 checked, and the connection goes to a checked address, so that a second answer of the name server
 cannot lead elsewhere; a connection that is kept open stays at that address. Redirects are
 followed here, each under the same rule. HTTP and the kept connections are httpcore's.
+
+The server may be hostile as well. httpcore limits the time of one read only, and reads any number
+of interim answers: a server that sends these without end, or a byte now and then, would keep a
+thread of the daemon busy for as long as it likes. So all reads of a range have one limit of time
+and one of bytes.
 """
 
 from __future__ import annotations
@@ -14,13 +19,18 @@ import http
 import ipaddress
 import socket
 import ssl
+import threading
+import time
 from collections.abc import Callable, Iterable
+from typing import Any
 from urllib.parse import urljoin, urlsplit
 
 import httpcore
 
-STALL_SECONDS = 30.0
-"""Seconds without data after which a download is abandoned."""
+RANGE_SECONDS = 30.0
+"""Longest time of a range with its redirects, in seconds; a mirror that takes 20 s rests."""
+OVERHEAD_BYTES = 2**18
+"""Most bytes beside the range: headers, and bodies of redirects."""
 MAX_REDIRECTS = 5
 MAX_IDLE_CONNECTIONS = 16
 """Connections kept open between requests: those of eight requests at once, with one redirect."""
@@ -64,12 +74,64 @@ def is_public(text: str) -> bool:
     return ip.is_global and not (ip.is_multicast or ip.is_reserved or ip.is_unspecified)
 
 
+class _Limits(threading.local):
+    """What is left to the range that this thread reads."""
+
+    until: float = 0.0
+    left_bytes: int = 0
+
+    def begin(self, size_bytes: int) -> None:
+        self.until = time.monotonic() + RANGE_SECONDS
+        self.left_bytes = size_bytes + OVERHEAD_BYTES
+
+    def seconds(self) -> float:
+        left = self.until - time.monotonic()
+        if left <= 0:
+            raise httpcore.ReadTimeout(f"the range took more than {RANGE_SECONDS:g} s")
+        return left
+
+    def received(self, content: bytes) -> bytes:
+        self.left_bytes -= len(content)
+        if self.left_bytes < 0:
+            raise WebRefused("the server sends far more than the range")
+        return content
+
+
+class _LimitedStream(httpcore.NetworkStream):
+    """A connection whose reads and writes count against the range that the thread reads."""
+
+    def __init__(self, stream: httpcore.NetworkStream, limits: _Limits) -> None:
+        self._stream, self._limits = stream, limits
+
+    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        return self._limits.received(self._stream.read(max_bytes, self._limits.seconds()))
+
+    def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        self._stream.write(buffer, self._limits.seconds())
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def start_tls(
+        self, ssl_context: ssl.SSLContext, server_hostname: str | None = None,
+        timeout: float | None = None,
+    ) -> httpcore.NetworkStream:  # fmt: skip
+        left = self._limits.seconds()
+        inner = self._stream.start_tls(ssl_context, server_hostname, left)
+        return _LimitedStream(inner, self._limits)
+
+    def get_extra_info(self, info: str) -> Any:
+        return self._stream.get_extra_info(info)
+
+
 class _CheckedAddresses(httpcore.NetworkBackend):
     """Connects to a host's addresses, all of which are checked, unless private ones are allowed."""
 
     def __init__(
-        self, allow_private: bool, resolve: Resolve, network: httpcore.NetworkBackend
-    ) -> None:
+        self, allow_private: bool, resolve: Resolve, network: httpcore.NetworkBackend,
+        limits: _Limits,
+    ) -> None:  # fmt: skip
+        self._limits = limits
         self._allow_private = allow_private
         self._resolve = resolve
         self._network = network
@@ -86,7 +148,10 @@ class _CheckedAddresses(httpcore.NetworkBackend):
         failure: Exception = OSError(f"{host} has no address")
         for ip in addresses:
             try:
-                return self._network.connect_tcp(ip, port, timeout, local_address, socket_options)
+                stream = self._network.connect_tcp(
+                    ip, port, self._limits.seconds(), local_address, socket_options
+                )
+                return _LimitedStream(stream, self._limits)
             except (httpcore.NetworkError, httpcore.TimeoutException) as error:
                 failure = error
         raise failure
@@ -106,12 +171,13 @@ class WebClient:
         """`allow_private`: whether http, and addresses in private networks and on this machine, are
         followed."""
         self._schemes = ("https", "http") if allow_private else ("https",)
+        self._limits = _Limits()
         self._pool = httpcore.ConnectionPool(
             tls or ssl.create_default_context(),
             max_connections=None,
             max_keepalive_connections=MAX_IDLE_CONNECTIONS,
             network_backend=_CheckedAddresses(
-                allow_private, resolve, network or httpcore.SyncBackend()
+                allow_private, resolve, network or httpcore.SyncBackend(), self._limits
             ),
         )
 
@@ -119,8 +185,9 @@ class WebClient:
         """Return exactly so many bytes of the file at `url`, after redirects. Blocking.
 
         WebRefused when an address is not allowed or the answer is not that range, OSError when a
-        connection fails.
+        connection fails or RANGE_SECONDS are over.
         """
+        self._limits.begin(size_bytes)
         for _ in range(MAX_REDIRECTS + 1):
             self._check(url)
             try:
@@ -152,11 +219,8 @@ class WebClient:
     def _asked(self, url: str, start: int, size_bytes: int) -> bytes | str:
         span = f"bytes={start}-{start + size_bytes - 1}"
         headers = [("Accept-Encoding", "identity"), ("Range", span)]
-        limits = dict.fromkeys(("connect", "read", "write", "pool"), STALL_SECONDS)
         # What is not read to its end is closed when the block is left.
-        with self._pool.stream(
-            "GET", url, headers=headers, extensions={"timeout": limits}
-        ) as answer:
+        with self._pool.stream("GET", url, headers=headers) as answer:
             location = _header(answer, b"location")
             if answer.status in _REDIRECTS and location:
                 _read(answer, PIECE_BYTES)

@@ -16,6 +16,10 @@ MAX_LEAVES_ASKED = 32
 memory at either end."""
 
 
+MAX_CHUNK_BYTES = 2**20
+"""Most bytes of a file in one answer."""
+
+
 class TransferHello(FrozenModel):
     kind: Literal["transfer_hello"] = "transfer_hello"
     run: RunId
@@ -26,7 +30,7 @@ class ChunkRequest(FrozenModel):
     kind: Literal["chunk_request"] = "chunk_request"
     item: ItemName
     offset: Count
-    bytes: int = Field(ge=1, le=4 * 2**20)
+    bytes: int = Field(ge=1, le=MAX_CHUNK_BYTES)
 
 
 class ChunkAnswer(FrozenModel):

@@ -61,6 +61,7 @@ from swarm_shared.protocol import (
 )
 from swarm_shared.transfer.leaf_transfer import read_leaves
 from swarm_shared.transfer.part_file import CHUNK_BYTES, PartFile
+from swarm_shared.transfer.places import Places
 from swarm_shared.transfer.source import TransferSource
 
 log = logging.getLogger(__name__)
@@ -80,11 +81,11 @@ STALL_SECONDS = 30.0
 waiting for."""
 REQUESTS_IN_FLIGHT = 4
 """Requests per source; 4 MiB in flight fill a 100 Mbit/s link at 300 ms."""
-MAX_STREAMS_SERVED = 64
-"""Streams of files served at once; each holds one chunk of at most 4 MiB in memory. Streams of
-leaves, which every trainer of a fleet keeps open, hold an answer of 540 KiB while it is sent."""
+MAX_CHUNK_ANSWERS = 256
+"""Answers with chunks of files in memory at once: 256 MiB. Further requests wait. A stream between
+two requests holds no memory."""
 MAX_LEAF_ANSWERS = 256
-"""Answers with leaves in memory at once: 135 MiB. Further requests wait."""
+"""The same with leaves: 135 MiB."""
 MAX_STREAMS_PER_PEER = 8
 
 Catalogue = Callable[[str, PeerId], Path | None]
@@ -153,30 +154,18 @@ class _Server:
     def __init__(self, catalogue: Catalogue, leaves: LeafFiles | None) -> None:
         self._catalogue = catalogue
         self._leaves = leaves
-        self._file_streams = trio.Semaphore(MAX_STREAMS_SERVED)
-        self._leaf_answers = trio.Semaphore(MAX_LEAF_ANSWERS)
+        self._chunk_answers = Places(MAX_CHUNK_ANSWERS)
+        self._leaf_answers = Places(MAX_LEAF_ANSWERS)
 
     async def serve(self, stream: FramedStream) -> None:
-        """Answer until the stream ends. The first request decides whether it is of files."""
-        request = await self._receive(stream)
+        """Answer until the stream ends, is refused, or has to give way to others."""
+        while await self._answer(stream, await self._receive(stream)):
+            pass
+
+    async def _answer(self, stream: FramedStream, request: ChunkRequest | LeafRequest) -> bool:
         if isinstance(request, LeafRequest):
-            while await self._send_leaves(stream, request):
-                request = await self._receive(stream)
-                if not isinstance(request, LeafRequest):
-                    raise ProtocolError(f"{stream.remote} sent {request.kind} among leaf requests")
-            return
-        try:
-            self._file_streams.acquire_nowait()
-        except trio.WouldBlock:
-            await _refuse(stream, "this peer serves as many streams as it can; ask another peer")
-            return
-        try:
-            while await self._send_chunk(stream, request):
-                request = await self._receive(stream)
-                if not isinstance(request, ChunkRequest):
-                    raise ProtocolError(f"{stream.remote} sent {request.kind} among chunk requests")
-        finally:
-            self._file_streams.release()
+            return await self._leaf_answers.run(partial(self._send_leaves, stream, request))
+        return await self._chunk_answers.run(partial(self._send_chunk, stream, request))
 
     async def _receive(self, stream: FramedStream) -> ChunkRequest | LeafRequest:
         frame = await stream.receive(timeout_seconds=IDLE_SECONDS)
@@ -213,14 +202,13 @@ class _Server:
         if self._leaves is None:
             await _refuse(stream, "there is no training data here")
             return False
-        async with self._leaf_answers:
-            try:
-                payload = await in_thread(read_leaves, self._leaves, request)
-            except DataError as error:
-                log.warning("leaves cannot be read for %s: %s", stream.remote, error)
-                await _refuse(stream, str(error))
-                return False
-            await stream.send(encode(LeafAnswer()), payload, timeout_seconds=SEND_SECONDS)
+        try:
+            payload = await in_thread(read_leaves, self._leaves, request)
+        except DataError as error:
+            log.warning("leaves cannot be read for %s: %s", stream.remote, error)
+            await _refuse(stream, str(error))
+            return False
+        await stream.send(encode(LeafAnswer()), payload, timeout_seconds=SEND_SECONDS)
         return True
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import socket
 import ssl
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ import pytest
 
 from kits.certificate import write_certificate
 from kits.range_server import RangeServer, range_server
+from swarm_client.connectivity import web_download
 from swarm_client.connectivity.web_download import WebClient, WebRefused, is_public
 
 CONTENT = bytes(range(256)) * 40
@@ -188,6 +190,55 @@ def test_a_server_without_the_certificate_of_its_name_is_refused(internet: Inter
     with pytest.raises(OSError, match="CERTIFICATE_VERIFY_FAILED"):
         client.read_range(f"https://{HOST}/a", 0, len(CONTENT))
     assert internet.server.requests == []
+
+
+@contextmanager
+def sending(first: bytes, again: bytes, pause_seconds: float) -> Iterator[str]:
+    """The address of a server that answers `first`, and then `again` until the client has gone."""
+    gone = threading.Event()
+
+    def serve() -> None:
+        with suppress(OSError), listener.accept()[0] as connection:
+            connection.recv(2**16)
+            connection.sendall(first)
+            while not gone.wait(pause_seconds):
+                connection.sendall(again)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/a"
+        gone.set()
+        thread.join()
+
+
+PARTIAL = b"HTTP/1.1 206 Partial Content\r\nContent-Range: bytes 0-9999/10000\r\n"
+HINTS = b"HTTP/1.1 103 Early Hints\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("first", "again"),
+    [(PARTIAL + b"Content-Length: 10000\r\n\r\n", b"x"), (PARTIAL, b"y"), (b"", HINTS)],
+    ids=["body", "header", "interim answers"],
+)
+def test_a_server_that_sends_a_little_now_and_then_has_a_limit_of_time(
+    monkeypatch: pytest.MonkeyPatch, first: bytes, again: bytes
+):
+    monkeypatch.setattr(web_download, "RANGE_SECONDS", 0.3)
+    client = WebClient(allow_private=True)
+    with (
+        sending(first, again, pause_seconds=0.05) as url,
+        pytest.raises(OSError, match=r"took more than 0\.3 s|timed out"),
+    ):
+        client.read_range(url, 0, 10_000)
+
+
+def test_a_server_that_sends_interim_answers_without_end_has_a_limit_of_bytes():
+    with (
+        sending(b"", 2000 * HINTS, pause_seconds=0) as url,
+        pytest.raises(WebRefused, match="far more than the range"),
+    ):
+        WebClient(allow_private=True).read_range(url, 0, 10_000)
 
 
 def test_a_volunteer_can_allow_its_own_network(inside: RangeServer):

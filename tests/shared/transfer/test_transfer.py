@@ -28,10 +28,12 @@ from swarm_shared.protocol import (
     parse,
     transfer_messages,
 )
-from swarm_shared.transfer import part_file
+from swarm_shared.transfer import part_file, places, transfer
 from swarm_shared.transfer.part_file import CHUNK_BYTES, PartFile
 from swarm_shared.transfer.source import TransferSource
 from swarm_shared.transfer.transfer import (
+    FETCHING_LIMITS,
+    MAX_STREAMS_PER_PEER,
     SERVING_LIMITS,
     certificate_check,
     fetch,
@@ -343,3 +345,25 @@ def test_a_part_file_of_another_item_is_not_mixed_in(tmp_path: Path) -> None:
     old.close()
     assert PartFile(tmp_path / "copy", "a", 10, sha(b"0123456789")).open() == {0}
     assert PartFile(tmp_path / "copy", "b", 10, sha(b"0123456789")).open() == set()
+
+
+@pytest.mark.parametrize("reads", [True, False], ids=["idle", "reading nothing"])
+async def test_peers_that_keep_streams_open_keep_no_other_one_from_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: bool
+) -> None:
+    monkeypatch.setattr(transfer, "MAX_CHUNK_ANSWERS", 3)
+    monkeypatch.setattr(places, "TURN_SECONDS", 0.3)
+    content = content_of(3 * CHUNK_BYTES)
+    async with network(tmp_path) as net:
+        source = await net.holder(content)
+        other, _ = await net.node()
+        for _ in range(MAX_STREAMS_PER_PEER):
+            stream = await other.open_stream(
+                source.peer, TRANSFER_PROTOCOL, FETCHING_LIMITS, source.addresses
+            )
+            hello = TransferHello(run=RUN, certificate=certificate_for(other.peer_id))
+            await stream.send(encode(hello))
+            await stream.send(encode(ChunkRequest(item=ITEM, offset=0, bytes=CHUNK_BYTES)))
+            if reads:
+                await stream.receive()
+        await net.fetch([source], content)

@@ -1,5 +1,12 @@
-"""The participants of a round and the time limits on their silence (rule 4 of
-`swarm_client.averaging.all_reduce.reduce`)."""
+"""The participants of a round, and the time limits on their silence and on the waiting for them
+(rules 4 and 5 of `swarm_client.averaging.all_reduce.reduce`).
+
+A member that is alive can hold up a round: it keeps a piece or a sum back, sends it by the byte,
+reads nothing, or never says goodbye. So each end counts how long it waits for each other one, and
+allows for what has come from it. A reducer sees whose piece is missing. A member sees only that a
+sum is, which may be for the sake of a third one: it waits twice as long, so that an honest reducer
+has named that one before.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +20,12 @@ from swarm_client.averaging.all_reduce.member_link import MemberLink, RoundState
 from swarm_shared.base.types import PeerId
 
 STUCK_STALLS = 4
-"""A round in which no data moves for this many stall limits fails, even if all members are
-alive."""
+"""Stall limits that a round waits for a member that is alive, beyond what its data explains."""
+LEAST_ELEMENTS_PER_SECOND = 4096
+"""Elements that explain a second of waiting, over all links of a member: an uplink of 16 KiB/s in
+float32, below which no round ends in useful time."""
+REDUCER_FACTOR = 2
+"""Multiple of this time that a reducer has for its sums."""
 
 
 @dataclass(slots=True, eq=False)
@@ -26,8 +37,6 @@ class Attendance:
     """Reducers that have not accepted our stream yet."""
     to_connect: set[PeerId] = field(default_factory=set)
     """Members whose stream to us has not arrived yet."""
-    waiting_for: PeerId | None = None
-    """The member whose next piece the sum needs."""
     begun_at: float = field(default_factory=anyio.current_time)
 
     def is_silent(self, peer: PeerId, stall_seconds: float, join_seconds: float) -> bool:
@@ -60,9 +69,10 @@ async def enforce_timeouts(
         if late > interval:
             # This process itself was stopped or starved; what arrived meanwhile is unread.
             attendance.begun_at += late
-            state.last_progress += late
             for link in attendance.links:
                 link.last_received_at += late
+                if link.awaited_since is not None:
+                    link.awaited_since += late
             continue
         heartbeat_ticks += 1
         if heartbeat_ticks % 2 == 0:
@@ -94,10 +104,13 @@ def _overdue(
             absent[0],
             failure=RoundFailure.STALLED,
         )
-    if now - state.last_progress > max(STUCK_STALLS * stall_seconds, join_seconds):
-        return RoundFailed(
-            f"nothing moved for {STUCK_STALLS * stall_seconds:g} s",
-            attendance.waiting_for,
-            failure=RoundFailure.STALLED,
-        )
+    # A reducer may have its sums wait until the last member has joined.
+    free_seconds = max(STUCK_STALLS * stall_seconds, join_seconds)
+    least_rate = LEAST_ELEMENTS_PER_SECOND / (len(state.spec.members) - 1)
+    for link in attendance.links:
+        allowed_seconds = free_seconds + link.received_elements / least_rate
+        if link.to_reducer:
+            allowed_seconds *= REDUCER_FACTOR
+        if link.awaited_since is not None and link.awaited_seconds(now) > allowed_seconds:
+            return link.too_slow(link.awaited_seconds(now))
     return None

@@ -16,7 +16,7 @@ import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import anyio
 from anyio.streams.memory import MemoryObjectSendStream
@@ -48,6 +48,9 @@ _MAX_FINISHED = 64
 class _ActiveRound:
     members: Mapping[str, PeerId]
     deliver: MemoryObjectSendStream[IncomingStream]
+    delivered: set[str] = field(default_factory=set)
+    """Remotes whose stream the round has. A second one is refused here, so that a remote that
+    repeats its stream takes no room from other members."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,9 +198,13 @@ class IncomingHub:
         if sender is None:
             held.drop("it is no member of that round")
             return
+        if remote in found.delivered:
+            held.drop("it has a stream in that round already")
+            return
+        found.delivered.add(remote)
         try:
             found.deliver.send_nowait(IncomingStream(sender, hello, held))
-        except (anyio.WouldBlock, anyio.BrokenResourceError, anyio.ClosedResourceError):
+        except (anyio.BrokenResourceError, anyio.ClosedResourceError):
             held.drop("its round takes no more streams")
 
     @contextmanager
@@ -205,8 +212,7 @@ class IncomingHub:
         """Register a round; `members` maps the carriers' peer names to members."""
         if tag in self._rounds:
             raise ProtocolError("a round was started twice; each attempt needs its own name")
-        # Room for one stream per name and one repeated by mistake; further ones are refused.
-        deliver, stream = anyio.create_memory_object_stream[IncomingStream](2 * len(members))
+        deliver, stream = anyio.create_memory_object_stream[IncomingStream](len(members))
         arrivals = IncomingStreams(stream)
         self._rounds[tag] = _ActiveRound(members, deliver)
         self._finished.pop(tag, None)

@@ -9,7 +9,7 @@ reason. The pump therefore outlives the round's work by a short grace period.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import anyio
@@ -31,14 +31,17 @@ from swarm_shared.base.errors import NetworkError, ProtocolError
 from swarm_shared.base.types import PeerId
 
 WRITE_BYTES = 256 * 1024
-"""Bytes per write: progress is seen at that granularity. Smaller writes cost py-libp2p a third more
-CPU."""
+"""Bytes per write. Smaller writes cost py-libp2p a third more CPU."""
 READ_BYTES = 256 * 1024
 OUTBOX_FRAMES = 4
 """Frames of at most a piece each that wait for the network, per stream."""
 READ_ABORT_SECONDS = 0.25
 LINGER_SECONDS = 5.0
 """Seconds that the other end has to read the last frame; the round is complete here already."""
+
+HEARTBEATS_PER_SECOND = 100
+"""Most heartbeats of a link, with as many in advance: the shortest stall limit takes 40. Each costs
+its reader several microseconds and its sender 24 bytes."""
 
 NO_PAYLOAD = range(1)
 """The permitted sizes of a frame without payload."""
@@ -54,8 +57,6 @@ class RoundState:
 
     spec: RoundSpec
     tag: bytes
-    last_progress: float
-    """Time of the last byte of a piece, a sum or a BYE on any link."""
 
 
 def abort_frame(spec: RoundSpec, tag: bytes, failure: RoundFailed) -> bytes:
@@ -77,8 +78,11 @@ class MemberLink:
         state: RoundState,
         *,
         on_failure: Callable[[RoundFailed], None],
+        to_reducer: bool = False,
     ) -> None:
         self.channel = channel
+        self.to_reducer = to_reducer
+        """Whether the other end sums, and this one takes its sums."""
         self.peer = peer
         self.peer_index = state.spec.members.index(peer)
         self.bytes_sent = 0
@@ -89,7 +93,13 @@ class MemberLink:
         self.sends_heartbeats = True
         self.peer_aborted = False
         """True once the other end has sent an ABORT frame and needs none from us."""
-        self.last_received_at = anyio.current_time()
+        self.last_received_at = self._opened_at = anyio.current_time()
+        self._heartbeats = 0
+        self.awaited_since: float | None = None
+        """Since when the round here cannot go on without this member; None while it can."""
+        self.received_elements = 0.0
+        """Elements of pieces or sums that have come, with the part of the one under way."""
+        self._awaited_before_seconds = 0.0
         self.pumped = anyio.Event()
         """Set when the pump has nothing left to write, or cannot write."""
         self._keep_open = False
@@ -106,6 +116,29 @@ class MemberLink:
     @property
     def route(self) -> Route:
         return self.channel.route
+
+    # ----------------------------------------------------------------------------- waiting
+
+    def begin_wait(self) -> None:
+        """From now on the round here cannot go on without this member."""
+        self.awaited_since = anyio.current_time()
+
+    def end_wait(self) -> None:
+        self._awaited_before_seconds = self.awaited_seconds(anyio.current_time())
+        self.awaited_since = None
+
+    @contextlib.contextmanager
+    def awaited(self) -> Iterator[None]:
+        self.begin_wait()
+        try:
+            yield
+        finally:
+            self.end_wait()
+
+    def awaited_seconds(self, now: float) -> float:
+        """How long the round here has waited for this member, in all."""
+        current = 0.0 if self.awaited_since is None else now - self.awaited_since
+        return self._awaited_before_seconds + current
 
     # --------------------------------------------------------------------------------- sending
 
@@ -167,7 +200,6 @@ class MemberLink:
                 view = memoryview(payload)
                 for offset in range(0, len(view), WRITE_BYTES):
                     await self._write(view[offset : offset + WRITE_BYTES])
-                    self._state.last_progress = anyio.current_time()
             if self._keep_open:
                 self.pumped.set()
                 await anyio.sleep_forever()
@@ -220,6 +252,10 @@ class MemberLink:
             header = await self._receive_header()
             if header.kind is not FrameKind.HEARTBEAT:
                 break
+            self._heartbeats += 1
+            seconds = self.last_received_at - self._opened_at
+            if self._heartbeats > HEARTBEATS_PER_SECOND * (1 + seconds):
+                raise self.violated(f"sent {self._heartbeats} heartbeats in {seconds:.0f} s")
         if header.kind is FrameKind.ABORT:
             await self._raise_abort(header)
         if (header.kind, header.piece) != (kind, piece) or header.payload_bytes not in sizes:
@@ -230,15 +266,15 @@ class MemberLink:
             )
         return header
 
-    async def receive_into(self, target: memoryview) -> None:
-        """Fill `target` with payload bytes."""
+    async def receive_into(self, target: memoryview, elements: int = 0) -> None:
+        """Fill `target` with payload bytes, which encode so many elements."""
         filled = 0
         while filled < len(target):
             chunk = await self._receive_some(min(READ_BYTES, len(target) - filled))
             target[filled : filled + len(chunk)] = chunk
             filled += len(chunk)
             self._payload_left -= len(chunk)
-            self._state.last_progress = self.last_received_at
+            self.received_elements += elements * len(chunk) / len(target)
 
     async def drain(self) -> None:
         """After a failure, read until the other end reports that it knows, or closes.
@@ -315,6 +351,10 @@ class MemberLink:
 
     def stalled(self, seconds: float) -> RoundFailed:
         reason = f"member {self.peer} sent nothing for {seconds:g} s"
+        return self._failed(reason, RoundFailure.STALLED)
+
+    def too_slow(self, seconds: float) -> RoundFailed:
+        reason = f"member {self.peer} let the round wait for {seconds:.0f} s"
         return self._failed(reason, RoundFailure.STALLED)
 
     def _lost(self, what: str) -> RoundFailed:

@@ -17,8 +17,9 @@ Rules
    valid only after success. Members that finished before another one failed are the coordinator's
    task: it applies a round only when all members report it done.
 4. Silence: every end of every stream sends something at least four times per `stall_seconds`; an
-   end that has been silent for longer is frozen or disconnected, and is the culprit. A round in
-   which nothing moves for several times as long fails too.
+   end that has been silent for longer is frozen or disconnected, and is the culprit.
+5. Waiting: a member that is alive and lets the round wait for longer than its data explains is the
+   culprit too (`swarm_client.averaging.all_reduce.attendance`).
 
 Written once, with anyio, for trio and asyncio alike. A fixed group with fail-fast rounds avoids the
 behaviour of hivemind's averager under churn (docs: facts on hivemind).
@@ -155,7 +156,7 @@ class _Round:
         limits_seconds: tuple[float, float],
     ) -> None:
         self.spec = spec
-        self.state = RoundState(spec, round_tag(spec.round_id), anyio.current_time())
+        self.state = RoundState(spec, round_tag(spec.round_id))
         self._carrier = carrier
         self._source = source
         self._result = result
@@ -275,13 +276,14 @@ class _Round:
         """Send this member's part of slice `reducer` and take its sums."""
         link = await self._join(self.spec.members[reducer], pumps)
         credit = anyio.Semaphore(self.spec.window_pieces)
-        async with anyio.create_task_group() as both:
-            both.start_soon(self._guarded, self._send_parts, link, credit)
-            both.start_soon(self._guarded, self._take_sums, link, credit)
-        await link.send(FrameKind.BYE)
-        link.finished = True
-        link.finish(closes_last=True)
-        await link.pumped.wait()
+        with link.awaited():
+            async with anyio.create_task_group() as both:
+                both.start_soon(self._guarded, self._send_parts, link, credit)
+                both.start_soon(self._guarded, self._take_sums, link, credit)
+            await link.send(FrameKind.BYE)
+            link.finished = True
+            link.finish(closes_last=True)
+            await link.pumped.wait()
 
     async def _join(self, peer: PeerId, pumps: anyio.abc.TaskGroup) -> MemberLink:
         """Open a stream to a reducer and wait until that has accepted it.
@@ -319,7 +321,8 @@ class _Round:
                 peer,
                 failure=RoundFailure.UNREACHABLE,
             ) from error
-        return self._add_link(MemberLink(channel, peer, self.state, on_failure=self._fail), pumps)
+        link = MemberLink(channel, peer, self.state, on_failure=self._fail, to_reducer=True)
+        return self._add_link(link, pumps)
 
     async def _send_parts(self, link: MemberLink, credit: anyio.Semaphore) -> None:
         part = self._slices[link.peer_index]
@@ -350,11 +353,11 @@ class _Round:
             if not exponent_is_valid(header.exponent, codec):
                 raise link.violated(f"sent a sum scaled by 2**{header.exponent}")
             if codec == "none":
-                await link.receive_into(target_P.data.cast("B"))
+                await link.receive_into(target_P.data.cast("B"), stop - start)
                 decode = partial(check_finite, target_P, link.peer_index)
             else:
                 payload = np.empty(header.payload_bytes, np.uint8).data
-                await link.receive_into(payload)
+                await link.receive_into(payload, stop - start)
                 if not payload_is_valid(payload, stop - start, codec):
                     raise link.violated("sent a sum that its bytes do not make")
                 decode = partial(self._decode_sum, header.exponent, payload, target_P, link)
@@ -408,7 +411,7 @@ class _Round:
             if not exponent_is_valid(header.exponent, codec):
                 raise link.violated(f"sent a piece scaled by 2**{header.exponent}")
             payload = np.empty(header.payload_bytes, np.uint8).data
-            await link.receive_into(payload)
+            await link.receive_into(payload, stop - start)
             if not payload_is_valid(payload, stop - start, codec):
                 raise link.violated("sent a piece that its bytes do not make")
             encoded = EncodedPiece(header.exponent, payload)
@@ -416,9 +419,12 @@ class _Round:
                 self._received.keep(member, encoded)
             self._inboxes[member][0].send_nowait(encoded)
         await link.receive(FrameKind.BYE)
+        if self._sums_queued[member] < part.pieces:
+            raise link.violated("said goodbye before it had all sums")
         link.finished = True
         link.finish()
         await link.pumped.wait()
+        link.end_wait()
 
     async def _reduce_own_slice(self) -> None:
         """Sum this member's slice piece by piece, in group order, and send the sums to all
@@ -429,9 +435,11 @@ class _Round:
             start, stop = part.piece(piece)
             inputs: list[EncodedPiece | None] = []
             for member, (_, inbox) in enumerate(self._inboxes):
-                self._attendance.waiting_for = self.spec.members[member]
-                inputs.append(None if member == self._me else await inbox.receive())
-            self._attendance.waiting_for = None
+                if member == self._me:
+                    inputs.append(None)
+                    continue
+                with self._incoming_links[member].awaited():
+                    inputs.append(await inbox.receive())
             reduce = partial(
                 reduce_piece,
                 self._source[start:stop],
@@ -445,9 +453,13 @@ class _Round:
                 if piece == part.pieces - 1:
                     # Nothing more is due from here; the member's BYE is due from there.
                     link.sends_heartbeats = False
+                # It has to make room for this sum, and after the last one to say goodbye.
+                link.begin_wait()
                 await link.send(
                     FrameKind.SUM, piece=piece, exponent=summed.exponent, payload=summed.payload
                 )
+                if piece < part.pieces - 1:
+                    link.end_wait()
 
     async def _off_loop(self, function: Callable[[], T], elements: int) -> T:
         if elements <= INLINE_ELEMENTS:

@@ -49,7 +49,7 @@ async def test_a_link_whose_pump_awaits_the_others_end_is_not_read_by_a_failing_
     link = MemberLink(
         channel,
         other,
-        RoundState(spec, round_tag(spec.round_id), anyio.current_time()),
+        RoundState(spec, round_tag(spec.round_id)),
         on_failure=lambda _: None,
     )
     async with trio.open_nursery() as nursery:

@@ -507,6 +507,29 @@ def test_others_that_fill_the_waiting_room_do_not_keep_members_of_a_round_out(ru
     assert group.failures == {}
 
 
+def test_a_member_that_repeats_its_stream_takes_no_room_from_another_one(run: Any) -> None:
+    """More often than the round has members, before any of these streams is taken."""
+    group = Group((A, B, C), 5_000)
+
+    async def body(carriers: dict[PeerId, MemoryCarrier]) -> None:
+        hub, spec = carriers[A].hub, group.spec(A)
+        tag = round_tag(spec.round_id)
+        with carriers[A].incoming(spec, tag) as arrivals:
+            async with anyio.create_task_group() as tasks:
+                for name in (B, *[B] * MAX_PARKED_PER_REMOTE * 2, C):
+                    ours, theirs = MemoryChannel.pair()
+                    tasks.start_soon(hub.accept, name, theirs)
+                    hello = StreamHello(spec.members.index(name), tag, plan_digest(spec))
+                    await ours.send(hello.encode())
+                    await anyio.wait_all_tasks_blocked()
+                senders = [(await arrivals.receive()).sender for _ in range(2)]
+                tasks.cancel_scope.cancel()
+        assert senders == [B, C]
+        assert hub.refused >= MAX_PARKED_PER_REMOTE * 2
+
+    run(group, body)
+
+
 def test_a_member_that_comes_after_the_end_is_turned_away_at_once(run: Any) -> None:
     group = Group((A, B), 5_000)
 

@@ -153,6 +153,8 @@ LIES: list[tuple[str, str, Lie, str]] = [
     (MEMBER, "another sender", lambda codec: piece(codec, sender=0), "another member's name"),
     (MEMBER, "another round", lambda codec: piece(codec, tag=b"12345678"), "another round"),
     (MEMBER, "another scale", lambda codec: piece(codec, exponent=113), "scaled"),
+    (MEMBER, "heartbeats at the speed of the line", lambda _: 1000 * frame(FrameKind.HEARTBEAT),
+     "heartbeats in 0 s"),
     (MEMBER, "a full heartbeat", lambda _: frame(FrameKind.HEARTBEAT, b"x"), "with a payload"),
     (MEMBER, "a short abort", lambda _: frame(FrameKind.ABORT, b"\x00"), "abort frame of"),
     (MEMBER, "a long abort", lambda _: frame(FrameKind.ABORT, payload_bytes=10**6),
@@ -252,3 +254,24 @@ def test_a_failure_that_another_member_reports_keeps_its_reason_and_culprit(run:
     failure = group.failures[A]
     assert (failure.failure, failure.culprit) == (RoundFailure.STALLED, C)
     assert failure.reason == "C is ?[31mslow"
+
+
+@every_codec
+def test_a_member_that_says_goodbye_before_its_sums_is_named(run: Any, codec: AverageCodec) -> None:
+    group = Group((A, B, C), PIECE_ELEMENTS, codec=codec)
+    only_a_reduces = (1.0, 0.0, 0.0)
+
+    async def body(carriers: dict[PeerId, MemoryCarrier]) -> None:
+        spec = group.spec(B, shares=only_a_reduces)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(group.member, group.spec(A, shares=only_a_reduces), carriers[A])
+            channel = await carriers[B].open(A)
+            await channel.send(StreamHello(1, round_tag(spec.round_id), plan_digest(spec)).encode())
+            frames = [frame(FrameKind.PIECE, honest_payload(codec)), frame(FrameKind.BYE)]
+            tasks.start_soon(send_and_read_to_the_end, channel, frames)
+            await anyio.wait_all_tasks_blocked()
+            # The sum is complete, and sent, only now.
+            tasks.start_soon(group.member, group.spec(C, shares=only_a_reduces), carriers[C])
+
+    run(group, body)
+    assert_violation_of_b(group, "goodbye before")
