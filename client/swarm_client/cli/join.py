@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -18,6 +17,7 @@ from swarm_client.machine.home import Home
 from swarm_shared.base.command_line import print_event
 from swarm_shared.base.errors import DaemonError, SwarmError, UsageError
 from swarm_shared.base.text import printable
+from swarm_shared.host.python_modules import module_command
 
 if TYPE_CHECKING:
     from swarm_client.control.messages import JoinArguments
@@ -215,13 +215,13 @@ def _start_detached(place: Home, *, idle: bool) -> None:
 
     Home.create(place.path)
     log_path = place.log_folder / "daemon.log"
+    words = ("--idle",) if idle else ()
     try:
         fresh = not log_path.exists() or log_path.stat().st_size > FRESH_LOG_BYTES
         with log_path.open("wb" if fresh else "ab") as log:
             began_at = log.tell()
             process = subprocess.Popen(
-                [sys.executable, "-m", "swarm_client", "daemon", *(["--idle"] if idle else []),
-                 "--home", str(place.path)],
+                module_command("swarm_client", "daemon", *words, "--home", str(place.path)),
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
     except OSError as error:
