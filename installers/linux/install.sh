@@ -246,9 +246,9 @@ build_environment() {
     export UV_CACHE_DIR="$work/cache" UV_PYTHON_INSTALL_DIR="$environment.python"
     if [ -z "$uv" ]; then
         say "getting uv from PyPI for this installation"
-        "$getter" -m venv "$work/uv" || give_up venv
-        "$work/uv/bin/python" -m pip --quiet --disable-pip-version-check --no-input --no-cache-dir \
-            install uv || give_up pip
+        "$getter" -I -m venv "$work/uv" || give_up venv
+        "$work/uv/bin/python" -I -m pip --quiet --disable-pip-version-check --no-input \
+            --no-cache-dir install uv || give_up pip
         uv=$work/uv/bin/uv
     fi
     echo "$OVERRIDE" >"$work/overrides.txt"
@@ -288,7 +288,8 @@ put_in_place() {
 
 # ---------------------------------------------------------------- the client that runs
 
-# Whether one does, and who looks after it: a service manager, or nobody.
+# Whether one does, and who looks after it: a service manager, or nobody. Isolated (-I): else Python
+# takes `json` from the folder in which this script is called, where another user may have put one.
 find_running() {
     running=no manager='' state=''
     [ -x "$client" ] || return 0
@@ -296,7 +297,7 @@ find_running() {
         manager="systemctl --user"
     elif [ "$(id -u)" = 0 ] && is_served_by systemctl; then
         manager=systemctl
-    elif ! state=$("$client" status --json 2>/dev/null | "$environment/bin/python" -c \
+    elif ! state=$("$client" status --json 2>/dev/null | "$environment/bin/python" -I -c \
         'import json, sys; print(json.load(sys.stdin)["state"])' 2>/dev/null); then
         return 0
     fi

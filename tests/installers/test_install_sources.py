@@ -1,10 +1,12 @@
-"""What the install script lets uv take, by where it comes from."""
+"""What the install script lets uv take, by where it comes from, and what it does not run."""
 
 from __future__ import annotations
 
 import hashlib
+import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -86,3 +88,27 @@ def test_the_constraints_of_the_checkout_are_taken(source: Path) -> None:
     shutil.copy(LINUX.parents[1] / "constraints.txt", source)
     (source / "pyproject.toml").touch()
     assert settled(source) == ("", (source / "constraints.txt").read_text())
+
+
+def test_no_module_is_taken_from_the_folder_in_which_the_script_is_called(tmp_path: Path) -> None:
+    programs = tmp_path / "data" / "swarmtrain-program" / "bin"
+    programs.mkdir(parents=True)
+    (programs / "swarm-client").write_text('#!/bin/sh\necho \'{"state": "stopped"}\'\n')
+    (programs / "swarm-client").chmod(0o755)
+    (programs / "python").symlink_to(sys.executable)
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    (shared / "json.py").write_text("raise SystemExit('of another user')\n")
+    places = {"HOME": str(tmp_path), "XDG_DATA_HOME": str(tmp_path / "data")}
+    done = subprocess.run(
+        ["sh", LINUX / "install.sh", "--uninstall", "--dry-run"], cwd=shared, capture_output=True,
+        env={**places, "PATH": "/usr/bin:/bin"}, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert "would end the client that runs, in order" in done.stdout
+
+
+def test_every_python_of_the_scripts_is_isolated() -> None:
+    for script in ("install.sh", "build_deb.sh"):
+        started = re.findall(r'(?:python|getter)"((?: -I)?) -[cm] ', (LINUX / script).read_text())
+        assert started
+        assert set(started) == {" -I"}
