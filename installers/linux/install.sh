@@ -71,8 +71,8 @@ main() {
         describe
         exit 0
     fi
-    # shellcheck disable=SC2154 # `code` is set inside
-    trap 'code=$?; start_again || true; rm -rf "$work"; exit "$code"' EXIT
+    take_back
+    trap end EXIT
     trap 'exit 130' INT
     trap 'exit 143' TERM
     rm -rf "$work"
@@ -86,6 +86,15 @@ main() {
         "that, and says what is wrong"
     tell
     [ "$service" = no ] || "$links/swarm-client" service install
+}
+
+# The end of an installation, whatever ends it.
+end() {
+    code=$?
+    take_back || true
+    start_again || true
+    rm -rf "$work"
+    exit "$code"
 }
 
 usage() {
@@ -273,17 +282,22 @@ give_up() {
 }
 
 put_in_place() {
+    # First the content, then the name: a power cut would leave programs without content.
+    sync
     rm -rf "$environment.old"
     [ ! -d "$environment" ] || mv "$environment" "$environment.old"
-    if ! mv "$work/env" "$environment"; then
-        [ ! -d "$environment.old" ] || mv "$environment.old" "$environment"
+    mv "$work/env" "$environment" ||
         fail "$environment could not be put in place; what was there is there again"
-    fi
     rm -rf "$environment.old"
     mkdir -p "$links"
     for program in $PROGRAMS; do
         ln -sf "$environment/bin/$program" "$links/$program"
     done
+}
+
+# The environment that was there before, where an installation was cut off between two names.
+take_back() {
+    [ -d "$environment" ] || [ ! -d "$environment.old" ] || mv "$environment.old" "$environment"
 }
 
 # ---------------------------------------------------------------- the client that runs

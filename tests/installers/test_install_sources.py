@@ -1,4 +1,5 @@
-"""What the install script lets uv take, by where it comes from, and what it does not run."""
+"""What the install script lets uv take, by where it comes from, what it does not run,
+and what an end in the middle leaves."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -112,3 +114,59 @@ def test_every_python_of_the_scripts_is_isolated() -> None:
         started = re.findall(r'(?:python|getter)"((?: -I)?) -[cm] ', (LINUX / script).read_text())
         assert started
         assert set(started) == {" -I"}
+
+
+MV = """#!/bin/sh
+echo mv >>"$LOG"
+/bin/mv "$@"
+[ "$SIGNAL" = 0 ] || kill -"$SIGNAL" "$PPID"
+"""
+
+
+@pytest.fixture
+def upgrade(tmp_path: Path) -> Callable[..., list[str]]:
+    """Put a new environment in the old one's place, with a signal after the first rename; return
+    what was done to the disk."""
+    for name, content in (("mv", MV), ("sync", '#!/bin/sh\necho sync >>"$LOG"\n')):
+        (tmp_path / name).write_text(content)
+        (tmp_path / name).chmod(0o755)
+    for name, content in (("program", "old"), ("program.new/env", "new")):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "content").write_text(content)
+    functions = (LINUX / "install.sh").read_text().removesuffix('main "$@"\n')
+
+    def run(signal: str, last: str = "put_in_place") -> list[str]:
+        code = f"environment={tmp_path}/program links={tmp_path}/bin ended=no\n"
+        code += f"work=$environment.new\ntrap end EXIT\ntrap 'exit 130' INT\n{last}\n"
+        places = {"PATH": f"{tmp_path}:/usr/bin:/bin", "LOG": str(tmp_path / "log")}
+        subprocess.run(
+            ["sh"], input=functions + code, env={**places, "SIGNAL": signal}, text=True, timeout=60,
+            check=False,
+        )  # fmt: skip
+        return (tmp_path / "log").read_text().split()
+
+    return run
+
+
+def test_the_files_of_a_new_environment_are_on_the_disk_before_it_takes_the_place(
+    tmp_path: Path, upgrade: Callable[..., list[str]]
+) -> None:
+    assert upgrade("0") == ["sync", "mv", "mv"]
+    assert (tmp_path / "program" / "content").read_text() == "new"
+    assert not (tmp_path / "program.old").exists()
+
+
+def test_an_installation_that_is_ended_between_two_names_leaves_the_old_environment(
+    tmp_path: Path, upgrade: Callable[..., list[str]]
+) -> None:
+    upgrade("INT")
+    assert (tmp_path / "program" / "content").read_text() == "old"
+
+
+def test_the_next_installation_takes_back_what_a_killed_one_has_moved_away(
+    tmp_path: Path, upgrade: Callable[..., list[str]]
+) -> None:
+    upgrade("KILL")
+    assert not (tmp_path / "program").exists()
+    upgrade("0", last="take_back")
+    assert (tmp_path / "program" / "content").read_text() == "old"
