@@ -176,20 +176,20 @@ def daemon(home: Path | None, idle: bool, detach: bool) -> None:
 def join_through_daemon(place: Home, arguments: JoinArguments) -> bool:
     """Have a running daemon join, and report until it is attached or has failed; False if the run
     has finished."""
-    from swarm_client.control.client import ask, stream
+    from swarm_client.control.client import ask, log_lines, stream
     from swarm_client.control.messages import ErrorReport, error_from_report
     from swarm_client.control.status_document import LogLine, Status, SuspendReason
     from swarm_shared.identity.invite import Invite
 
     run = str(Invite.decode(arguments.invite).run_id)
     socket_path = place.socket_path
-    seen = max((line["number"] for line in ask(socket_path, "log")["lines"]), default=0)
+    seen = max((line["number"] for line in log_lines(socket_path)), default=0)
     click.echo(printable(ask(socket_path, "join", **arguments.model_dump())["message"]))
     deadline = time.monotonic() + ADMISSION_SECONDS
     for document in stream(socket_path, "follow"):
         if problem := ask(socket_path, "failure")["problem"]:
             raise error_from_report(ErrorReport.model_validate(problem))
-        for line in map(LogLine.model_validate, ask(socket_path, "log", after=seen)["lines"]):
+        for line in map(LogLine.model_validate, log_lines(socket_path, seen)):
             seen = line.number
             if line.level == "event":
                 click.echo(f"  {printable(line.text)}")
