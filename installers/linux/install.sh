@@ -75,6 +75,8 @@ main() {
     trap end EXIT
     trap 'exit 130' INT
     trap 'exit 143' TERM
+    # A service's user may run what is installed, and none but its owner change it.
+    umask 022
     rm -rf "$work"
     mkdir -p "$work" || fail "$work cannot be made"
     # Python looks for modules, and uv for its settings, where they are started.

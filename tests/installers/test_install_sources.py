@@ -170,3 +170,32 @@ def test_the_next_installation_takes_back_what_a_killed_one_has_moved_away(
     assert not (tmp_path / "program").exists()
     upgrade("0", last="take_back")
     assert (tmp_path / "program" / "content").read_text() == "old"
+
+
+UV = """#!/bin/sh
+case $1 in venv) ;; *) exit 0 ;; esac
+for place; do :; done
+mkdir -p "$place/bin"
+echo "echo 0.1.0" >"$place/bin/swarm-client"
+chmod +x "$place/bin/swarm-client"
+"""
+
+
+@pytest.mark.parametrize("mask", [0, 0o077])
+def test_the_program_can_be_run_by_all_and_changed_by_its_owner(tmp_path: Path, mask: int) -> None:
+    (tmp_path / "uv").write_text(UV)
+    (tmp_path / "uv").chmod(0o755)
+    subprocess.run(
+        ["sh", LINUX / "install.sh", "--prefix", tmp_path / "opt"], umask=mask, timeout=60,
+        env={"HOME": str(tmp_path), "PATH": f"{tmp_path}:/usr/bin:/bin"}, check=True,
+        capture_output=True,
+    )  # fmt: skip
+    environment = tmp_path / "opt" / "share" / "swarmtrain-program"
+    for path in (
+        tmp_path / "opt",
+        tmp_path / "opt" / "bin",
+        environment,
+        environment / "bin",
+        environment / "bin" / "swarm-client",
+    ):
+        assert path.stat().st_mode & 0o777 == 0o755
