@@ -117,7 +117,7 @@ def join(
         )  # fmt: skip
     except ValidationError as error:
         raise UsageError(f"these options are not possible: {first_error(error)}") from error
-    place = Home.locate(home)
+    place = Home.create(home)
     if is_running(place.socket_path):
         join_through_daemon(place, arguments)
     elif detach:
@@ -139,6 +139,7 @@ def _in_foreground(home: Path | None, arguments: JoinArguments) -> None:
     from swarm_client.daemon.daemon import run_daemon
     from swarm_client.fault_injection import faults
 
+    _keep_files_private()
     injector = faults.activate(arguments.name or "", daemon_pid=os.getpid())
     if injector is not None:
         from swarm_client.fault_injection.network_outage import install
@@ -146,6 +147,12 @@ def _in_foreground(home: Path | None, arguments: JoinArguments) -> None:
         injector.drop_network = install().begin
         print_event("FAULT INJECTION IS ON: this volunteer will fail on purpose")
     trio.run(run_daemon, home, print_event, arguments)
+
+
+def _keep_files_private() -> None:
+    """As in a service, whose unit says so: a home folder that was there before may be open to
+    others, and logs and states need not be."""
+    os.umask(0o077)
 
 
 @click.command()
@@ -169,6 +176,7 @@ def daemon(home: Path | None, idle: bool, detach: bool) -> None:
     from swarm_client.daemon.daemon import run_daemon
     from swarm_client.machine.sd_notify import Notifier
 
+    _keep_files_private()
     notifier = Notifier.from_environment(os.environ)
     trio.run(partial(run_daemon, home, print_event, resume=not idle, notifier=notifier))
 
@@ -214,6 +222,7 @@ def _start_detached(place: Home, *, idle: bool) -> None:
     from swarm_client.control.messages import error_with_exit_code
 
     Home.create(place.path)
+    _keep_files_private()
     log_path = place.log_folder / "daemon.log"
     words = ("--idle",) if idle else ()
     try:
