@@ -394,6 +394,7 @@ uninstall() {
     remove_program
     for folder in "$@"; do
         if [ "$purge" = yes ]; then
+            [ ! -L "$folder" ] || say "$folder is a link; what it leads to stays: $(readlink "$folder")"
             remove "$folder"
         elif [ -e "$folder" ]; then
             say "$folder stays; --purge removes it too"

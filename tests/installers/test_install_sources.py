@@ -199,3 +199,18 @@ def test_the_program_can_be_run_by_all_and_changed_by_its_owner(tmp_path: Path, 
         environment / "bin" / "swarm-client",
     ):
         assert path.stat().st_mode & 0o777 == 0o755
+
+
+def test_what_a_home_that_is_a_link_leads_to_stays_and_is_named(tmp_path: Path) -> None:
+    disk = tmp_path / "large disk"
+    disk.mkdir()
+    (disk / "identity.key").touch()
+    (tmp_path / "swarmtrain").symlink_to(disk)
+    done = subprocess.run(
+        ["sh", LINUX / "install.sh", "--uninstall", "--purge"], capture_output=True, text=True,
+        env={"HOME": str(tmp_path), "XDG_DATA_HOME": str(tmp_path), "PATH": "/usr/bin:/bin"},
+        timeout=60, check=True,
+    )  # fmt: skip
+    assert f"what it leads to stays: {disk}" in done.stdout
+    assert (disk / "identity.key").exists()
+    assert not (tmp_path / "swarmtrain").is_symlink()
