@@ -7,7 +7,7 @@ import logging.handlers
 
 from swarm_client.machine.home import Home
 from swarm_shared.base.atomic_file import storage_error
-from swarm_shared.base.log_formatter import LogFormatter
+from swarm_shared.base.text import LogFormatter
 
 LOG_BYTES = 5 * 2**20
 LOGGERS = (logging.getLogger("swarm_client"), logging.getLogger("swarm_shared"))

@@ -39,7 +39,7 @@ from swarm_coordinator.storage.leader_election import wait_for_leadership
 from swarm_shared.base.atomic_file import write_atomically
 from swarm_shared.base.command_line import print_event
 from swarm_shared.base.errors import ConfigurationError, LeadershipError, UsageError
-from swarm_shared.base.log_formatter import LogFormatter
+from swarm_shared.base.text import LogFormatter
 from swarm_shared.host.python_modules import module_command
 from swarm_shared.identity.invite import Invite
 from swarm_shared.identity.signed_manifest import sign_manifest

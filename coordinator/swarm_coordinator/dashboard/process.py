@@ -29,7 +29,7 @@ from swarm_coordinator.dashboard.snapshot_loop import SnapshotLoop
 from swarm_coordinator.durability.run_files import database_location, load_manifest, load_settings
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_shared.base.errors import SwarmError
-from swarm_shared.base.log_formatter import LogFormatter
+from swarm_shared.base.text import LogFormatter
 from swarm_shared.credit.credit import work_shares
 
 log = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from swarm_shared.base.log_formatter import LogFormatter
+from swarm_shared.base.text import LogFormatter
 
 
 def formatted(message: str, error: Exception | None = None) -> list[str]:
