@@ -38,11 +38,11 @@ from swarm_coordinator.demo.subprocesses import (
     CLIENT_MODULE,
     COORDINATOR_MODULE,
     Subprocesses,
-    module_command,
     wait_until,
 )
 from swarm_coordinator.run_creation.initialise import initialise_run
 from swarm_shared.base.errors import SwarmError
+from swarm_shared.host.python_modules import module_command
 
 PACKAGES = ("textual", "rich", "pydantic", "swarmtrain")
 COLUMNS, ROWS = 80, 24

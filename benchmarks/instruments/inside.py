@@ -1,6 +1,6 @@
 """Runs one of the project's programs unchanged with an instrument that wraps some methods.
 
-    python -m MODULE-OF-THE-INSTRUMENT FOLDER PYTHON -m MODULE ARGUMENTS...
+    python -Pm MODULE-OF-THE-INSTRUMENT FOLDER PYTHON -Pm MODULE ARGUMENTS...
 
 runs MODULE with ARGUMENTS in this process, as PYTHON -m would, and writes FOLDER/PID.json at the
 end. Everything before PYTHON is a prefix for the command of any program of the project.
@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
+
+from swarm_shared.host.python_modules import module_command
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,9 +41,13 @@ def wrapped(methods: Sequence[Wrapping]) -> Iterator[None]:
 
 def prefix_of(instrument: str, folder: Path | None = None) -> tuple[str, ...]:
     """Return the command prefix that runs a program with the module `instrument` inside it."""
+    return own_command(instrument, *([] if folder is None else [str(folder)]))
+
+
+def own_command(module: str, *arguments: str) -> tuple[str, ...]:
+    """Return the command that runs a module of the benchmarks, which are not installed."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return ("env", f"PYTHONPATH={path}", sys.executable, "-m", instrument,
-            *([] if folder is None else [str(folder)]))  # fmt: skip
+    return ("env", f"PYTHONPATH={path}", *module_command(module, *arguments))
 
 
 def run_inside(

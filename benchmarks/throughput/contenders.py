@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.instruments.inside import own_command
 from benchmarks.run_data import TimedStep, read_steps, timed_steps
 from swarm_coordinator.demo.local_swarm import LocalSwarm
 from swarm_coordinator.demo.subprocesses import (
     Subprocesses,
-    module_command,
     run_to_end,
     wait_until,
 )
@@ -72,7 +72,7 @@ def _torch_single(
     words += ["--threads", str(contender.compute_threads)]
     run_to_end(
         "the torch process",
-        module_command("benchmarks.throughput.torch_single", *words),
+        own_command("benchmarks.throughput.torch_single", *words),
         LIMIT_SECONDS,
     )
     return read_steps(out)
@@ -89,7 +89,7 @@ def _torch_pipeline(
             words += ["--threads", threads, "--store", str(work / "store"), "--out", str(out)]
             children.start(
                 f"rank {rank}",
-                module_command("benchmarks.throughput.torch_pipeline", *words),
+                own_command("benchmarks.throughput.torch_pipeline", *words),
                 work / f"rank-{rank}.out",
                 {"OMP_NUM_THREADS": threads},
             )

@@ -93,7 +93,7 @@ install_program() {
     mkdir -p "$tree${PLACE%/*}" "$tree/usr/bin"
     mv "$scratch/made/share/swarmtrain-program" "$tree$PLACE"
     site=$(echo "$tree$PLACE"/lib/python3.*/site-packages)
-    version=$("$tree$PLACE/bin/python" -c \
+    version=$("$tree$PLACE/bin/python" -I -c \
         'import importlib.metadata as m; print(m.version("swarmtrain"))')
     # A package brings no programs but its own, and nothing of where it was made.
     find "$tree$PLACE/bin" -type f ! -name 'swarm-*' -delete
@@ -102,7 +102,7 @@ install_program() {
     ln -s ../lib/swarmtrain/bin/swarm-client ../lib/swarmtrain/bin/swarm-coordinator "$tree/usr/bin"
     # Compiled here, so that the files are the package's and go with it.
     find "$tree" -name __pycache__ -type d -prune -exec rm -rf {} +
-    "$python" -m compileall -q -s "$tree" -p / --invalidation-mode unchecked-hash "$site" || true
+    "$python" -I -m compileall -q -s "$tree" -p / --invalidation-mode unchecked-hash "$site" || true
 }
 
 add_files() {
@@ -114,7 +114,7 @@ add_files() {
         fail "the manual pages could not be written; see above"
     cp "$here/deb/copyright" "$tree/usr/share/doc/swarmtrain"
     (cd "$here/deb" && cp postinst prerm postrm "$tree/DEBIAN" && cd "$tree/DEBIAN" && chmod 755 ./*)
-    "$python" -c 'import sys
+    "$python" -I -c 'import sys
 minor = sys.version_info.minor
 print(f"python3 (>= 3.{minor}), python3 (<< 3.{minor + 1})")' >"$scratch/depends"
     (

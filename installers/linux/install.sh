@@ -71,10 +71,12 @@ main() {
         describe
         exit 0
     fi
-    # shellcheck disable=SC2154 # `code` is set inside
-    trap 'code=$?; start_again || true; rm -rf "$work"; exit "$code"' EXIT
+    take_back
+    trap end EXIT
     trap 'exit 130' INT
     trap 'exit 143' TERM
+    # A service's user may run what is installed, and none but its owner change it.
+    umask 022
     rm -rf "$work"
     mkdir -p "$work" || fail "$work cannot be made"
     # Python looks for modules, and uv for its settings, where they are started.
@@ -86,6 +88,15 @@ main() {
         "that, and says what is wrong"
     tell
     [ "$service" = no ] || "$links/swarm-client" service install
+}
+
+# The end of an installation, whatever ends it.
+end() {
+    code=$?
+    take_back || true
+    start_again || true
+    rm -rf "$work"
+    exit "$code"
 }
 
 usage() {
@@ -246,9 +257,9 @@ build_environment() {
     export UV_CACHE_DIR="$work/cache" UV_PYTHON_INSTALL_DIR="$environment.python"
     if [ -z "$uv" ]; then
         say "getting uv from PyPI for this installation"
-        "$getter" -m venv "$work/uv" || give_up venv
-        "$work/uv/bin/python" -m pip --quiet --disable-pip-version-check --no-input --no-cache-dir \
-            install uv || give_up pip
+        "$getter" -I -m venv "$work/uv" || give_up venv
+        "$work/uv/bin/python" -I -m pip --quiet --disable-pip-version-check --no-input \
+            --no-cache-dir install uv || give_up pip
         uv=$work/uv/bin/uv
     fi
     echo "$OVERRIDE" >"$work/overrides.txt"
@@ -273,12 +284,12 @@ give_up() {
 }
 
 put_in_place() {
+    # First the content, then the name: a power cut would leave programs without content.
+    sync
     rm -rf "$environment.old"
     [ ! -d "$environment" ] || mv "$environment" "$environment.old"
-    if ! mv "$work/env" "$environment"; then
-        [ ! -d "$environment.old" ] || mv "$environment.old" "$environment"
+    mv "$work/env" "$environment" ||
         fail "$environment could not be put in place; what was there is there again"
-    fi
     rm -rf "$environment.old"
     mkdir -p "$links"
     for program in $PROGRAMS; do
@@ -286,9 +297,15 @@ put_in_place() {
     done
 }
 
+# The environment that was there before, where an installation was cut off between two names.
+take_back() {
+    [ -d "$environment" ] || [ ! -d "$environment.old" ] || mv "$environment.old" "$environment"
+}
+
 # ---------------------------------------------------------------- the client that runs
 
-# Whether one does, and who looks after it: a service manager, or nobody.
+# Whether one does, and who looks after it: a service manager, or nobody. Isolated (-I): else Python
+# takes `json` from the folder in which this script is called, where another user may have put one.
 find_running() {
     running=no manager='' state=''
     [ -x "$client" ] || return 0
@@ -296,7 +313,7 @@ find_running() {
         manager="systemctl --user"
     elif [ "$(id -u)" = 0 ] && is_served_by systemctl; then
         manager=systemctl
-    elif ! state=$("$client" status --json 2>/dev/null | "$environment/bin/python" -c \
+    elif ! state=$("$client" status --json 2>/dev/null | "$environment/bin/python" -I -c \
         'import json, sys; print(json.load(sys.stdin)["state"])' 2>/dev/null); then
         return 0
     fi
@@ -377,6 +394,7 @@ uninstall() {
     remove_program
     for folder in "$@"; do
         if [ "$purge" = yes ]; then
+            [ ! -L "$folder" ] || say "$folder is a link; what it leads to stays: $(readlink "$folder")"
             remove "$folder"
         elif [ -e "$folder" ]; then
             say "$folder stays; --purge removes it too"

@@ -12,11 +12,11 @@ import pytest
 from swarm_coordinator.demo.local_swarm import LocalSwarm
 from swarm_coordinator.demo.subprocesses import (
     COORDINATOR_MODULE,
-    module_command,
     run_to_end,
     wait_until,
 )
 from swarm_shared.base.errors import AdmissionError
+from swarm_shared.host.python_modules import module_command
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(420)]
 

@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 
-from swarm_coordinator.demo.subprocesses import CLIENT_MODULE, COORDINATOR_MODULE, module_command
+from swarm_coordinator.demo.subprocesses import CLIENT_MODULE, COORDINATOR_MODULE
+from swarm_shared.host.python_modules import module_command
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 

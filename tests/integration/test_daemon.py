@@ -18,10 +18,10 @@ from swarm_coordinator.dashboard.database_reader import DatabaseReader
 from swarm_coordinator.demo.subprocesses import (
     CLIENT_MODULE,
     COORDINATOR_MODULE,
-    module_command,
     run_to_end,
     wait_until,
 )
+from swarm_shared.host.python_modules import module_command
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(420)]
 

@@ -17,9 +17,9 @@ from swarm_coordinator.demo.local_swarm import LocalSwarm
 from swarm_coordinator.demo.subprocesses import (
     CLIENT_MODULE,
     Subprocesses,
-    module_command,
     wait_until,
 )
+from swarm_shared.host.python_modules import module_command
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 

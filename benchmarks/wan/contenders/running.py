@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.instruments.handicap import EQUAL_SHARES_VARIABLE, INSTRUMENT
-from benchmarks.instruments.inside import prefix_of
+from benchmarks.instruments.inside import own_command, prefix_of
 from benchmarks.instruments.pace import PACE_VARIABLE
 from benchmarks.run_data import TimedStep, read_steps, timed_steps
 from benchmarks.wan.contenders.borders import border_table
 from benchmarks.wan.contenders.field import COORDINATOR, TRAINER, Field, wait_for, wait_for_all
 from swarm_coordinator.demo.local_swarm import LocalSwarm
-from swarm_coordinator.demo.subprocesses import Subprocesses, module_command
+from swarm_coordinator.demo.subprocesses import Subprocesses
 from swarm_shared.run.codec_sizes import ActivationCodec
 
 
@@ -79,7 +79,7 @@ def torch_single(field: Field, work: Path) -> Outcome:
     fleet = sum(member.flops_per_second for member in field.members)
     with Subprocesses() as children:
         children.start(
-            "torch", module_command("benchmarks.throughput.torch_single", *words),
+            "torch", own_command("benchmarks.throughput.torch_single", *words),
             work / "torch.out", {**field.environment(fleet), "OMP_NUM_THREADS": "2"},
         )  # fmt: skip
         wait_for_all(children, "the torch process")
@@ -99,7 +99,7 @@ def pipeline(field: Field, work: Path, chunks: int = 1) -> Outcome:
             words = [str(template), "--rank", str(rank), "--steps", str(field.steps)]
             words += ["--threads", "1", "--store", str(work / "store"), "--out", str(out)]
             words += ["--chunks", str(chunks), "--pipelines", str(field.pipelines)]
-            command = module_command("benchmarks.throughput.torch_pipeline", *words)
+            command = own_command("benchmarks.throughput.torch_pipeline", *words)
             children.start(
                 f"rank {rank}", (*field.host(member).prefix, *command), work / f"rank-{rank}.out",
                 field.environment(member.flops_per_second),
@@ -121,7 +121,7 @@ def experts(field: Field, work: Path, *, fp16: bool) -> Outcome:
         for member in field.members:
             host = field.host(member)
             words = [template, "--stage", str(member.stage), "--address", host.ipv4]
-            command = module_command(
+            command = own_command(
                 "benchmarks.wan.contenders.expert_server", *words, "--folder", str(work), precision
             )
             server = children.start(
@@ -132,7 +132,7 @@ def experts(field: Field, work: Path, *, fp16: bool) -> Outcome:
         host = field.network.hosts[TRAINER]
         words = [template, "--address", host.ipv4, "--folder", str(work)]
         words += ["--steps", str(field.steps), "--out", str(out)]
-        command = module_command("benchmarks.wan.contenders.expert_trainer", *words)
+        command = own_command("benchmarks.wan.contenders.expert_trainer", *words)
         trainer = children.start(
             "trainer", (*host.prefix, *command), work / "trainer.out", field.environment(1e15)
         )
@@ -150,7 +150,7 @@ def data_parallel(field: Field, work: Path) -> Outcome:
             words = [str(field.run_folder()), "--member", str(index)]
             words += ["--members", str(len(field.members)), "--address", host.ipv4]
             words += ["--folder", str(work), "--steps", str(field.steps), "--out", str(out)]
-            command = module_command("benchmarks.wan.contenders.data_parallel", *words)
+            command = own_command("benchmarks.wan.contenders.data_parallel", *words)
             started.append(
                 children.start(
                     f"member {index}", (*host.prefix, *command), work / f"member-{index}.out",

@@ -24,10 +24,11 @@ from typing import Any
 
 import psutil
 
+from benchmarks.instruments.inside import own_command
 from benchmarks.wan.links.forwarder import DEVICE, READY
 from benchmarks.wan.mixes import Link
 from kits.network_lab import Host, Lab, LabError, Namespace, Shape, why_not_here
-from swarm_coordinator.demo.subprocesses import Subprocess, Subprocesses, last_lines, module_command
+from swarm_coordinator.demo.subprocesses import Subprocess, Subprocesses, last_lines
 
 YARDSTICK = "yardstick"
 """Name of a machine without limits or delay, the remote end of the link checks."""
@@ -135,7 +136,7 @@ class Network:
         }
         machines[self.yardstick.ipv4] = (0.0, 0.0, 0.0)
         words = json.dumps({"machines": machines, "seed": 1})
-        command = module_command("benchmarks.wan.links.forwarder", words)
+        command = own_command("benchmarks.wan.links.forwarder", words)
         log = self.folder / "forwarder.out"
         child = self.children.start("forwarder", (*self._core.prefix, *command), log)
         deadline = time.monotonic() + START_SECONDS

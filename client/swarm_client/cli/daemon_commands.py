@@ -188,7 +188,7 @@ def logs(follow: bool, events: bool, home: Path | None, as_json: bool) -> None:
 
     With --json, each line is one object.
     """
-    from swarm_client.control.client import NoDaemon, ask, stream
+    from swarm_client.control.client import NoDaemon, log_lines, stream
     from swarm_client.control.status_document import LogLine
 
     def show(lines: list[dict[str, Any]]) -> None:
@@ -198,7 +198,7 @@ def logs(follow: bool, events: bool, home: Path | None, as_json: bool) -> None:
 
     try:
         if not follow:
-            show(ask(socket_of(home), "log")["lines"])
+            show(list(log_lines(socket_of(home))))
         for answer in stream(socket_of(home), "log", follow=True) if follow else ():
             show(answer["lines"])
     except NoDaemon:

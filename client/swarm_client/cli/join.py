@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -18,6 +17,7 @@ from swarm_client.machine.home import Home
 from swarm_shared.base.command_line import print_event
 from swarm_shared.base.errors import DaemonError, SwarmError, UsageError
 from swarm_shared.base.text import printable
+from swarm_shared.host.python_modules import module_command
 
 if TYPE_CHECKING:
     from swarm_client.control.messages import JoinArguments
@@ -117,7 +117,7 @@ def join(
         )  # fmt: skip
     except ValidationError as error:
         raise UsageError(f"these options are not possible: {first_error(error)}") from error
-    place = Home.locate(home)
+    place = Home.create(home)
     if is_running(place.socket_path):
         join_through_daemon(place, arguments)
     elif detach:
@@ -139,6 +139,7 @@ def _in_foreground(home: Path | None, arguments: JoinArguments) -> None:
     from swarm_client.daemon.daemon import run_daemon
     from swarm_client.fault_injection import faults
 
+    _keep_files_private()
     injector = faults.activate(arguments.name or "", daemon_pid=os.getpid())
     if injector is not None:
         from swarm_client.fault_injection.network_outage import install
@@ -146,6 +147,12 @@ def _in_foreground(home: Path | None, arguments: JoinArguments) -> None:
         injector.drop_network = install().begin
         print_event("FAULT INJECTION IS ON: this volunteer will fail on purpose")
     trio.run(run_daemon, home, print_event, arguments)
+
+
+def _keep_files_private() -> None:
+    """As in a service, whose unit says so: a home folder that was there before may be open to
+    others, and logs and states need not be."""
+    os.umask(0o077)
 
 
 @click.command()
@@ -169,6 +176,7 @@ def daemon(home: Path | None, idle: bool, detach: bool) -> None:
     from swarm_client.daemon.daemon import run_daemon
     from swarm_client.machine.sd_notify import Notifier
 
+    _keep_files_private()
     notifier = Notifier.from_environment(os.environ)
     trio.run(partial(run_daemon, home, print_event, resume=not idle, notifier=notifier))
 
@@ -176,20 +184,20 @@ def daemon(home: Path | None, idle: bool, detach: bool) -> None:
 def join_through_daemon(place: Home, arguments: JoinArguments) -> bool:
     """Have a running daemon join, and report until it is attached or has failed; False if the run
     has finished."""
-    from swarm_client.control.client import ask, stream
+    from swarm_client.control.client import ask, log_lines, stream
     from swarm_client.control.messages import ErrorReport, error_from_report
     from swarm_client.control.status_document import LogLine, Status, SuspendReason
     from swarm_shared.identity.invite import Invite
 
     run = str(Invite.decode(arguments.invite).run_id)
     socket_path = place.socket_path
-    seen = max((line["number"] for line in ask(socket_path, "log")["lines"]), default=0)
+    seen = max((line["number"] for line in log_lines(socket_path)), default=0)
     click.echo(printable(ask(socket_path, "join", **arguments.model_dump())["message"]))
     deadline = time.monotonic() + ADMISSION_SECONDS
     for document in stream(socket_path, "follow"):
         if problem := ask(socket_path, "failure")["problem"]:
             raise error_from_report(ErrorReport.model_validate(problem))
-        for line in map(LogLine.model_validate, ask(socket_path, "log", after=seen)["lines"]):
+        for line in map(LogLine.model_validate, log_lines(socket_path, seen)):
             seen = line.number
             if line.level == "event":
                 click.echo(f"  {printable(line.text)}")
@@ -214,14 +222,15 @@ def _start_detached(place: Home, *, idle: bool) -> None:
     from swarm_client.control.messages import error_with_exit_code
 
     Home.create(place.path)
+    _keep_files_private()
     log_path = place.log_folder / "daemon.log"
+    words = ("--idle",) if idle else ()
     try:
         fresh = not log_path.exists() or log_path.stat().st_size > FRESH_LOG_BYTES
         with log_path.open("wb" if fresh else "ab") as log:
             began_at = log.tell()
             process = subprocess.Popen(
-                [sys.executable, "-m", "swarm_client", "daemon", *(["--idle"] if idle else []),
-                 "--home", str(place.path)],
+                module_command("swarm_client", "daemon", *words, "--home", str(place.path)),
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
     except OSError as error:

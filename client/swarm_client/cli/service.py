@@ -18,6 +18,7 @@ from swarm_client.service.steps import RunCommand, Step, WriteFile, carry_out
 from swarm_client.service.systemd import UnitPlace
 from swarm_shared.base.errors import DaemonError, UsageError
 from swarm_shared.base.text import printable
+from swarm_shared.host.python_modules import module_command
 from swarm_shared.host.user_folders import home_folder
 
 _HIDDEN_FROM_UNITS = (Path("/home"), Path("/root"), Path("/run/user"))
@@ -223,7 +224,7 @@ def _command(system: bool, home: Path | None) -> tuple[str, ...]:
         )
     if system and home is not None:
         raise UsageError("--system has a home of its own, /var/lib/swarmtrain; omit --home")
-    words = (str(script),) if script.exists() else (sys.executable, "-m", "swarm_client")
+    words = (str(script),) if script.exists() else module_command("swarm_client")
     named = () if home is None else ("--home", str(Home.locate(home).path))
     return (*words, "daemon", *named)
 
@@ -237,5 +238,5 @@ def _stop_running_daemon(home: Path | None, system: bool) -> tuple[Step, ...]:
     place = Home.locate(home)
     if not is_running(place.socket_path):
         return ()
-    program = (sys.executable, "-m", "swarm_client")
-    return (RunCommand((*program, "shutdown", "--home", str(place.path)), may_fail=True),)
+    command = module_command("swarm_client", "shutdown", "--home", str(place.path))
+    return (RunCommand(command, may_fail=True),)

@@ -41,6 +41,13 @@ def stream(socket_path: Path, method: str, **arguments: Any) -> Iterator[dict[st
     return _converse(socket_path, method, arguments, None)
 
 
+def log_lines(socket_path: Path, after: int = 0) -> Iterator[dict[str, Any]]:
+    """Yield the lines of the daemon's log that have a higher number than `after`."""
+    while lines := ask(socket_path, "log", after=after)["lines"]:
+        yield from lines
+        after = lines[-1]["number"]
+
+
 def is_running(socket_path: Path) -> bool:
     """Whether a daemon of any version accepts connections there."""
     try:

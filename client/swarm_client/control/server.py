@@ -32,6 +32,10 @@ from swarm_shared.base.errors import SwarmError, UsageError
 from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.json_messages import first_error
 from swarm_shared.base.local_server import LocalServerConnection
+from swarm_shared.base.local_socket import to_line
+
+ANSWER_FRAME_BYTES = 100
+"""Bytes of an answer that are not its lines, at most."""
 
 FOLLOW_INTERVAL_SECONDS = 1.0
 """Seconds between two status documents of `follow`."""
@@ -144,8 +148,16 @@ class ControlSocketServer:
     # ---- answers
 
     def _log_lines(self, after: int) -> dict[str, Any]:
-        found = self.log_buffer.after(after, MAX_LOG_LINES)
-        return {"lines": [line.model_dump(mode="json") for line in found]}
+        """As many lines as an answer has room for; a reader requests the others after these."""
+        lines: list[dict[str, Any]] = []
+        room = MAX_ANSWER_BYTES - ANSWER_FRAME_BYTES
+        for line in self.log_buffer.after(after, MAX_LOG_LINES):
+            document = line.model_dump(mode="json")
+            room -= len(to_line(document))
+            if room < 0:
+                break
+            lines.append(document)
+        return {"lines": lines}
 
     async def _status_document(self) -> dict[str, Any]:
         return (await self.status()).model_dump(mode="json")

@@ -29,6 +29,8 @@ ANSWER_SECONDS: Final = 1.0
 """Timeout of one query; a bus answers within some milliseconds."""
 RETRY_SECONDS: Final = 60.0
 """Seconds until logind is looked for again. Where there is no bus, that is one system call."""
+READ_INTERVAL_SECONDS: Final = 0.1
+"""Seconds between two readings of signals: every user of the machine may send some, without end."""
 GOODBYE_SHARE: Final = 0.6
 """Part of logind's delay in which the coordinator may agree to the goodbye: 3 s of 5. The rest is
 for closing the sessions, at most 1 s, and for a machine whose cores are busy."""
@@ -76,6 +78,7 @@ class SleepLock:
             while True:
                 for signal in connection.signals():
                     await self._act_on(signal, connection)
+                await trio.sleep(READ_INTERVAL_SECONDS)
                 await trio.lowlevel.wait_readable(connection.fileno())
         finally:
             connection.close()

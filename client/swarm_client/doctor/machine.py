@@ -38,6 +38,7 @@ from swarm_shared.base.errors import (
 from swarm_shared.base.memory import MemoryOffer, StageMemory
 from swarm_shared.base.text import count_text, memory_text, rate_text
 from swarm_shared.host.cores import usable_cores
+from swarm_shared.host.python_modules import module_command
 from swarm_shared.identity.keys import Identity
 from swarm_shared.protocol import StageNeeds
 from swarm_shared.scheduling.placement.memory_plan import MemoryPlan, memory_plan
@@ -78,7 +79,7 @@ async def probe_torch() -> tuple[dict[str, Any], float]:
     """The child process's findings, and the seconds it took."""
     begun = time.monotonic()
     done = await trio.run_process(
-        [sys.executable, "-m", _TORCH_MODULE],
+        module_command(_TORCH_MODULE),
         capture_stdout=True, capture_stderr=True, check=False,
     )  # fmt: skip
     seconds = time.monotonic() - begun

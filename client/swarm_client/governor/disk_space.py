@@ -1,8 +1,8 @@
 """Space on the disk: caches of runs other than the current one are removed first, the longest
 unused first.
 
-Only what can be fetched again is removed: training data and stage snapshots. Keys, logs, settings
-and the transfer counts stay.
+Only what can be fetched again is removed: training data, stage snapshots, and tensors of audits
+that a crash has left. Keys, logs, settings and the transfer counts stay.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from swarm_client.preferences import Preferences, PreferenceSource
 from swarm_shared.base.errors import StorageError
 from swarm_shared.base.types import RunId
 
-CACHES = ("data", "state")
+CACHES = ("data", "state", "audits")
 
 log = logging.getLogger(__name__)
 

@@ -31,6 +31,7 @@ from swarm_client.ipc.parent_death import end_with_parent
 from swarm_shared.base.errors import LinkClosed
 from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.json_messages import MessageT, PrefixedDecoder, encode_prefixed
+from swarm_shared.host.python_modules import module_command
 
 RECEIVE_BYTES = 64 * 2**10
 """Largest read from the socket, in bytes."""
@@ -207,7 +208,7 @@ async def start_child(
             # Popen runs here and not in a helper thread (as trio.open_process does): the death
             # signal of prctl fires when the *thread* that started the child ends.
             process = subprocess.Popen(
-                [sys.executable, "-m", module, *arguments, "--fd", str(theirs.fileno())],
+                module_command(module, *arguments, "--fd", str(theirs.fileno())),
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -41,6 +41,12 @@ from swarm_shared.base.errors import SwarmError
 SYSTEM_BUS: Final = "unix:path=/run/dbus/system_bus_socket"
 """Address of the system's bus where DBUS_SYSTEM_BUS_ADDRESS names no other."""
 
+MAX_MESSAGE_BYTES: Final = 128 * 1024
+"""Longest message that is read; answers of logind and desktops have some KB. Every user of the
+machine may send signals of 32 MiB to every connection of the system bus."""
+MAX_READ_BYTES: Final = 64 * 1024
+"""After how many bytes `signals` returns, though there may be more."""
+
 _FAILURES = (OSError, ValueError, LookupError, RuntimeError, AssertionError, struct.error)
 """Errors of the socket, and those with which jeepney reports what a bus must not send."""
 
@@ -112,6 +118,7 @@ class BusConnection:
         self._serials = itertools.count(1)
         self._parser = Parser()
         self._signals: deque[Signal] = deque()
+        self._read_bytes = 0
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         deadline = monotonic() + seconds
         with self._closing_on_failure():
@@ -158,14 +165,15 @@ class BusConnection:
             self._call(message_bus.AddMatch(rule), monotonic() + seconds)
 
     def signals(self) -> tuple[Signal, ...]:
-        """The signals that have arrived, without waiting for more.
+        """The signals that have arrived, without waiting for more, of MAX_READ_BYTES at a time.
 
         BusError once the bus has ended the connection.
         """
         with self._closing_on_failure():
             self._socket.setblocking(False)
+            until = self._read_bytes + MAX_READ_BYTES
             try:
-                while True:
+                while self._read_bytes < until:
                     self._file(self._read())
             except BlockingIOError:
                 pass
@@ -207,7 +215,7 @@ class BusConnection:
         while True:
             self._wait_until(deadline)
             answer = self._read()
-            if answer is None or answer.header.fields.get(HeaderFields.reply_serial) != serial:
+            if answer is None or not _answers(answer, serial):
                 self._file(answer)
             elif answer.header.message_type is MessageType.error:
                 name = answer.header.fields.get(HeaderFields.error_name)
@@ -224,9 +232,11 @@ class BusConnection:
 
     def _read(self) -> Message | None:
         """The next message, or None when only a part of one has arrived."""
-        content, ancillary, flags, _ = self._socket.recvmsg(
-            self._parser.bytes_desired(), fds_buf_size()
-        )
+        wanted = self._parser.bytes_desired()
+        if wanted > MAX_MESSAGE_BYTES:
+            raise ValueError(f"a message of {wanted} bytes")
+        content, ancillary, flags, _ = self._socket.recvmsg(wanted, fds_buf_size())
+        self._read_bytes += len(content)
         if flags & socket.MSG_CTRUNC:
             raise ValueError("more file descriptors than can be received")
         descriptors = FileDescriptor.from_ancdata(ancillary)
@@ -238,6 +248,12 @@ class BusConnection:
         if not content:
             raise ConnectionResetError("the bus has closed the connection")
         return content
+
+
+def _answers(message: Message, serial: int) -> bool:
+    """Whether it is the answer to a call. A signal, which every user may send, is none."""
+    is_answer = message.header.message_type in (MessageType.method_return, MessageType.error)
+    return is_answer and message.header.fields.get(HeaderFields.reply_serial) == serial
 
 
 class Bus:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +23,7 @@ from swarm_shared.base.errors import CapacityError, UsageError
 from swarm_shared.base.memory import MachineBalance, MemoryOffer
 from swarm_shared.host.cores import usable_cores
 from swarm_shared.host.memory import host_memory
+from swarm_shared.host.python_modules import module_command
 
 MEMORY_SHARE = 0.8
 """Fraction of the free memory that is offered; the rest is for what the profile cannot predict."""
@@ -191,7 +191,7 @@ def list_accelerators() -> list[ListedAccelerator]:
     """The accelerators that torch sees and can compute with."""
     try:
         done = subprocess.run(
-            [sys.executable, "-m", _PROBE_MODULE],
+            module_command(_PROBE_MODULE),
             capture_output=True, timeout=PROBE_SECONDS, check=True, text=True,
         )  # fmt: skip
         return [listed_accelerator(one) for one in json.loads(done.stdout)]

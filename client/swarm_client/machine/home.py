@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swarm_shared.base.atomic_file import make_folder, write_atomically
+from swarm_shared.base.atomic_file import make_folder, storage_error, write_atomically
 from swarm_shared.base.errors import StorageError
 from swarm_shared.host.user_folders import data_folder, expanded
 
@@ -47,17 +47,23 @@ class Home:
 
     @classmethod
     def create(cls, path: Path | None) -> Home:
-        """The same; the folder exists afterwards."""
+        """The same; the folder exists afterwards. StorageError when it cannot be used, or is
+        another user's: that one could change all that is kept there, and read it."""
         home = cls.locate(path)
         try:
             make_folder(home.path, 0o700)
-            home.log_folder.mkdir(exist_ok=True)
+            if home.path.stat().st_uid in (0, os.geteuid()):
+                home.log_folder.mkdir(exist_ok=True)
+                return home
         except OSError as error:
             raise StorageError(
                 f"the folder {home.path} cannot be used: {error.strerror}; "
                 "choose another one with --home"
             ) from error
-        return home
+        raise StorageError(
+            f"the folder {home.path} belongs to another user of this machine; run this as that "
+            "user, or choose another folder with --home"
+        )
 
     def of_device(self, number: int) -> Home:
         """The home of the machine's first, second, … device; it exists afterwards."""
@@ -109,7 +115,11 @@ class Home:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the folder's lock: two clients with one identity would interfere with each other."""
-        handle = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        path = self.path / "lock"
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise storage_error(path, error) from error
         try:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

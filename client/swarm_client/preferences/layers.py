@@ -31,6 +31,10 @@ MAX_FILE_BYTES = 2**20
 FlatValues = dict[str, object]
 """Values by their dotted names."""
 
+_NOT_TOML = (ValueError, RecursionError)
+"""Errors of tomllib. A number of thousands of digits, and thousands of brackets, are none of its
+own."""
+
 _TABLES = ("hours_on", "network_hours_on", "gpu")
 
 
@@ -131,7 +135,7 @@ def parse_file(content: bytes, where: str) -> FlatValues:
         document = tomllib.loads(content.decode())
     except UnicodeDecodeError as error:
         raise ConfigurationError(f"{where}: is not text in UTF-8") from error
-    except tomllib.TOMLDecodeError as error:
+    except _NOT_TOML as error:
         raise ConfigurationError(f"{where}: is not TOML: {error}") from error
     version = document.pop("version", VERSION)
     if type(version) is not int or version < 1:
@@ -186,7 +190,7 @@ def parse_value(name: str, text: str) -> object:
     checked."""
     try:
         value: object = tomllib.loads(f"value = {text.strip()}")["value"]
-    except tomllib.TOMLDecodeError:
+    except _NOT_TOML:
         value = text.strip()
     field = Preferences.model_fields.get(name)
     if field is not None and get_origin(field.annotation) is tuple and isinstance(value, str):

@@ -8,8 +8,11 @@ tool knows where the program came from.
 from __future__ import annotations
 
 import json
+import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -75,10 +78,19 @@ def _source_of(origin: str | None) -> tuple[Path | None, bool]:
     return Path(unquote(urlsplit(found["url"]).path)), bool(found["dir_info"].get("editable"))
 
 
+def _may_be_anothers(folder: Path) -> bool:
+    """Whether another user of the machine has made it, or a folder on the way to it, in one that is
+    open to all: the checkout of the installation is gone from /tmp then, and this is not it."""
+    return any(
+        outer.stat().st_mode & stat.S_IWOTH and inner.lstat().st_uid not in (0, os.geteuid())
+        for inner, outer in pairwise((folder, *folder.parents))
+    )
+
+
 def _by_script(
     prefix: Path, source: Path | None, environment: Mapping[str, str], organiser: bool
 ) -> Upgrade:
-    if source is None or not (source / SCRIPT).is_file():
+    if source is None or not (source / SCRIPT).is_file() or _may_be_anothers(source):
         return Upgrade(
             "install.sh",
             by_hand="run install.sh again, with the newer wheel after --from and the other "

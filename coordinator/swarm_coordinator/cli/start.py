@@ -39,6 +39,8 @@ from swarm_coordinator.storage.leader_election import wait_for_leadership
 from swarm_shared.base.atomic_file import write_atomically
 from swarm_shared.base.command_line import print_event
 from swarm_shared.base.errors import ConfigurationError, LeadershipError, UsageError
+from swarm_shared.base.text import LogFormatter
+from swarm_shared.host.python_modules import module_command
 from swarm_shared.identity.invite import Invite
 from swarm_shared.identity.signed_manifest import sign_manifest
 from swarm_shared.run.manifest import Manifest
@@ -171,7 +173,7 @@ def _follow_settings(
     if restored is None or restored.version == 0:
         # In a process of its own: planning the stages needs torch, serving the run does not.
         done = subprocess.run(
-            [sys.executable, "-m", "swarm_coordinator", "refresh", str(folder.path)],
+            module_command("swarm_coordinator", "refresh", str(folder.path)),
             capture_output=True,
             text=True,
             check=False,
@@ -266,7 +268,7 @@ def _log_to(path: Path) -> None:
         )
         return
     handler.setFormatter(
-        logging.Formatter("%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s")
+        LogFormatter("%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s")
     )
     root = logging.getLogger()
     root.addHandler(handler)

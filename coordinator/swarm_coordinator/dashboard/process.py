@@ -29,6 +29,7 @@ from swarm_coordinator.dashboard.snapshot_loop import SnapshotLoop
 from swarm_coordinator.durability.run_files import database_location, load_manifest, load_settings
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_shared.base.errors import SwarmError
+from swarm_shared.base.text import LogFormatter
 from swarm_shared.credit.credit import work_shares
 
 log = logging.getLogger(__name__)
@@ -110,7 +111,7 @@ def _log_to(path: Path) -> None:
         handler = logging.handlers.RotatingFileHandler(
             path, maxBytes=LOG_BYTES, backupCount=LOG_FILES, encoding="utf-8"
         )
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        handler.setFormatter(LogFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         logging.getLogger().addHandler(handler)
         logging.getLogger().setLevel(logging.INFO)
     logging.raiseExceptions = False

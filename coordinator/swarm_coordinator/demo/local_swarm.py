@@ -20,7 +20,6 @@ from swarm_coordinator.demo.subprocesses import (
     Subprocess,
     Subprocesses,
     failure_text,
-    module_command,
     run_to_end,
     wait_until,
 )
@@ -28,6 +27,7 @@ from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.status.status_file import read_status
 from swarm_coordinator.storage.history import History, history
 from swarm_shared.base.errors import SwarmError
+from swarm_shared.host.python_modules import module_command
 
 COORDINATOR_NAME = "coordinator"
 

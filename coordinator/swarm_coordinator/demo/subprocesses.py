@@ -36,11 +36,6 @@ _PR_SET_PDEATHSIG = 1  # include/uapi/linux/prctl.h
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
-def module_command(module: str, *arguments: str) -> tuple[str, ...]:
-    """Return the command that runs a module of this project with this interpreter."""
-    return (sys.executable, "-m", module, *arguments)
-
-
 @dataclass(frozen=True, slots=True)
 class Subprocess:
     """One started program. Its process id is also the id of its session and process group."""

@@ -8,6 +8,7 @@ fields do. A value that is unknown (None) or not finite is shown as `MISSING`.
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 
@@ -103,3 +104,15 @@ def printable(text: str, replacement: str = "\N{REPLACEMENT CHARACTER}") -> str:
 def printable_line(text: str) -> str:
     """Return text that may contain a remote's as one line without control characters."""
     return printable(" ".join(text.splitlines()))
+
+
+class LogFormatter(logging.Formatter):
+    """Formats records that may quote a remote, for files that people read in terminals.
+
+    Without control characters, and with further lines of a record (as those of a traceback)
+    indented, so that no text passes for a record of its own.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        lines = super().format(record).splitlines()
+        return "\n    ".join(printable(line.expandtabs()) for line in lines)

@@ -16,7 +16,7 @@ import trio
 
 from kits.local_socket import first_answer
 from kits.waiting import until
-from swarm_client.control.client import NoDaemon, ask, is_running, stream
+from swarm_client.control.client import NoDaemon, ask, is_running, log_lines, stream
 from swarm_client.control.known_runs import StoredRuns
 from swarm_client.control.known_runs import write as write_runs
 from swarm_client.control.messages import (
@@ -303,3 +303,14 @@ async def test_the_document_names_every_method(tmp_path: Path) -> None:
     daemon = Daemon(Home.create(tmp_path / "h"), lambda line: None)
     server = ControlSocketServer(daemon.status, daemon.log_buffer, daemon.methods())
     assert [name for name in sorted(server.methods) if f"`{name}`" not in document] == []
+
+
+async def test_log_lines_that_are_long_in_json_are_answered_in_parts(tmp_path: Path) -> None:
+    async with scene(tmp_path) as there:
+        emoji = "\N{GRINNING FACE}" * 2000  # twelve bytes each
+        for _ in range(1000):
+            there.daemon.log_buffer.event(emoji)
+        assert len((await there.ask("log"))["lines"]) < 1000
+        read = partial(log_lines, there.home.socket_path)
+        lines = await trio.to_thread.run_sync(lambda: list(read()))
+        assert [line["number"] for line in lines] == [*range(1, 1001)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -39,7 +40,12 @@ from swarm_client.governor.probes.machine import (
     folder_bytes,
 )
 from swarm_client.governor.probes.readings import GpuReading
-from swarm_client.governor.probes.x11 import X11Idle, display_number, find_cookie
+from swarm_client.governor.probes.x11 import (
+    ANSWER_SECONDS,
+    X11Idle,
+    display_number,
+    find_cookie,
+)
 from swarm_client.preferences import Preferences
 from swarm_shared.base.clock import monotonic
 from swarm_shared.host.memory import host_memory
@@ -335,6 +341,24 @@ def test_an_x_display_tells_its_idle_time_over_one_connection(
     display.hang_up = False
     assert probe.idle_seconds() == 4.321
     probe.close()
+
+
+def test_a_display_that_sends_events_without_end_gives_nothing_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def send_events(self: Display, connection: socket.socket) -> None:
+        connection.recv(12)
+        connection.sendall(struct.pack("<BBHHH", 1, 0, 11, 0, 11) + bytes(44))
+        with contextlib.suppress(OSError):
+            while True:
+                connection.sendall(bytes([28]) + bytes(31))
+
+    monkeypatch.setattr(Display, "_answer", send_events)
+    display = Display(tmp_path, 9)
+    begun = time.monotonic()
+    assert X11Idle({"DISPLAY": ":9", "HOME": str(tmp_path)}, tmp_path).idle_seconds() is None
+    assert time.monotonic() - begun < 2 * ANSWER_SECONDS + 1
+    display.close()
 
 
 def test_a_display_that_refuses_or_is_not_there_or_is_another_machines_gives_nothing(

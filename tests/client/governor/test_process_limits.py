@@ -282,6 +282,14 @@ def test_caches_of_other_runs_go_first_the_longest_unused_first(tmp_path: Path) 
     assert (tmp_path / "identity.key").exists()
 
 
+def test_tensors_of_audits_that_a_crash_left_in_another_run_make_room(tmp_path: Path) -> None:
+    home = Home.create(tmp_path)
+    folder = home.audit_folder(RunId("bbbb"))
+    folder.mkdir(parents=True)
+    (folder / "audit-1-inputs").write_bytes(bytes(1000))
+    assert make_room(home, RunId("aaaa"), 500) == 1000
+
+
 def test_what_may_be_written_is_what_both_preferences_leave() -> None:
     said = prefer(disk_gib=10, disk_leave_free_gib=2)
     assert missing_disk_bytes(said, 50 * GIB, 4 * GIB, 6 * GIB) <= 0

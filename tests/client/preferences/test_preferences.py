@@ -102,10 +102,20 @@ def test_two_mistakes_of_two_layers_are_reported_together(tmp_path: Path) -> Non
     )
 
 
-@pytest.mark.parametrize("content", [b"\xff\xfe", b"# \n" * 400_000])
+@pytest.mark.parametrize(
+    "content",
+    [b"\xff\xfe", b"# \n" * 400_000, b"nice = " + b"9" * 5000, b"nice = " + b"[" * 5000],
+    ids=["no text", "endless", "an endless number", "endless brackets"],
+)
 def test_a_file_that_is_no_text_or_endless_is_refused(content: bytes) -> None:
     with pytest.raises(ConfigurationError):
         parse_file(content, "a file")
+
+
+@pytest.mark.parametrize("text", ["9" * 5000, "[" * 5000], ids=["digits", "brackets"])
+def test_an_endless_value_is_none(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigurationError, match="must be"):
+        set_preference(tmp_path / "preferences.toml", "nice", text)
 
 
 def test_a_file_of_a_newer_version_is_refused_and_left_as_it_is(tmp_path: Path) -> None:

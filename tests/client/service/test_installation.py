@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kits.other_user import give_to_another_user
 from swarm_client.service.installation import DEB_PREFIX, Upgrade, find_upgrade
 
 
@@ -80,3 +81,13 @@ def test_a_script_that_installed_a_wheel_is_run_by_the_user(tmp_path: Path) -> N
         upgrade = found(usual, origin)
         assert upgrade.command == ()
         assert "--from" in upgrade.by_hand
+
+
+def test_a_checkout_that_another_user_has_made_in_a_folder_open_to_all_is_not_run(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = Path("/home/ann/.local/share/swarmtrain-program")
+    checkout.parent.chmod(0o1777)
+    assert found(usual, origin_of(checkout)).command != ()
+    give_to_another_user(checkout, monkeypatch)
+    assert found(usual, origin_of(checkout)).command == ()

@@ -23,12 +23,12 @@ from swarm_coordinator.demo.subprocesses import (
     COORDINATOR_MODULE,
     Subprocess,
     Subprocesses,
-    module_command,
     wait_until,
 )
 from swarm_coordinator.run_creation.initialise import initialise_run
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.storage.history import history
+from swarm_shared.host.python_modules import module_command
 
 PATIENCE_SECONDS = 240.0
 

@@ -30,7 +30,6 @@ from swarm_coordinator.demo.local_swarm import LocalSwarm
 from swarm_coordinator.demo.subprocesses import (
     COORDINATOR_MODULE,
     Subprocess,
-    module_command,
     run_to_end,
     wait_until,
 )
@@ -39,6 +38,7 @@ from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.storage.connection import PostgresqlLocation
 from swarm_coordinator.storage.history import history
 from swarm_coordinator.storage.postgresql import LeaderWatch
+from swarm_shared.host.python_modules import module_command
 from swarm_shared.settings.commented_toml import toml_value
 
 pytestmark = pytest.mark.process

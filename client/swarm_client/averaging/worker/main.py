@@ -80,6 +80,7 @@ from swarm_client.ipc.parent_death import end_with_parent
 from swarm_shared.base.errors import SwarmError
 from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.json_messages import LENGTH_BYTES, decode_length, encode_prefixed, parse
+from swarm_shared.base.text import LogFormatter
 from swarm_shared.base.types import MAX_SENTENCE_CHARACTERS, PeerId
 from swarm_shared.identity.linear_digest import DigestKey
 
@@ -317,7 +318,9 @@ def main() -> None:
     descriptor: int = parser.parse_args().fd
     _become_child()
     faults.activate(None, daemon_pid=os.getppid())
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LogFormatter(logging.BASIC_FORMAT))
+    logging.basicConfig(handlers=[handler], level=logging.INFO)
     asyncio.run(_run(descriptor))
 
 

@@ -15,7 +15,11 @@ import struct
 from collections.abc import Mapping
 from pathlib import Path
 
+from swarm_shared.base.clock import monotonic
+
 ANSWER_SECONDS = 0.5
+"""Timeout of an answer, the connection's beginning included. Without a display of the user's, the
+socket's name is free to any user, and what listens there may send events without end."""
 _EXTENSION = b"MIT-SCREEN-SAVER"
 _COOKIE = b"MIT-MAGIC-COOKIE-1"
 _QUERY_EXTENSION = 98
@@ -37,6 +41,7 @@ class X11Idle:
         self._environment = environment
         self._sockets = sockets
         self._connection: socket.socket | None = None
+        self._deadline = 0.0
         self._root = 0
         self._opcode = 0
 
@@ -44,6 +49,7 @@ class X11Idle:
         number = display_number(self._environment.get("DISPLAY", ""))
         if number is None:
             return None
+        self._deadline = monotonic() + ANSWER_SECONDS
         try:
             if self._connection is None:
                 self._connect(number)
@@ -102,6 +108,10 @@ class X11Idle:
             raise ValueError(f"the display announces {size} bytes")
         content = b""
         while len(content) < size:
+            left = self._deadline - monotonic()
+            if left <= 0:
+                raise TimeoutError("the display does not come to an end")
+            self._connection.settimeout(left)
             part = self._connection.recv(size - len(content))
             if not part:
                 raise ValueError("the display has closed the connection")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
-import sys
 from dataclasses import replace
 
 import trio
@@ -18,6 +17,7 @@ from swarm_coordinator.run_dir.folder import RunFolder, quoted
 from swarm_coordinator.server.processes.supervisor import Report, Supervisor
 from swarm_coordinator.status.document import DashboardStatus
 from swarm_shared.base.errors import NetworkError, SwarmError
+from swarm_shared.host.python_modules import module_command
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class DashboardProcess:
                 f"dashboard at {self.address.url} (yours: `swarm-coordinator dashboard "
                 f"{quoted(self.folder.path)}`)"
             )
-            command = [sys.executable, "-m", "swarm_coordinator.dashboard", str(self.folder.path)]
+            command = module_command("swarm_coordinator.dashboard", str(self.folder.path))
             await self.supervisor.keep_running(
                 [*command, str(bound.fileno())], descriptors=[bound.fileno()]
             )

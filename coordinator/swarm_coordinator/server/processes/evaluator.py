@@ -5,8 +5,6 @@ Imports nothing that the evaluation is made of; torch stays out of the coordinat
 
 from __future__ import annotations
 
-import sys
-
 import anyio.to_thread
 from pydantic import ValidationError
 
@@ -18,6 +16,7 @@ from swarm_coordinator.storage.records import read_newest_evaluation
 from swarm_coordinator.storage.store import Store
 from swarm_shared.base.errors import ProtocolError
 from swarm_shared.base.types import Version
+from swarm_shared.host.python_modules import module_command
 
 LONGEST_LINE_BYTES = 1000 + 6 * MAX_SAMPLE_CHARACTERS
 """JSON takes at most six bytes for a character."""
@@ -41,7 +40,7 @@ class EvaluatorProcess:
             before = await anyio.to_thread.run_sync(store.read, read_newest_evaluation)
             if before is not None:
                 self.newest = Evaluation.model_validate(before, from_attributes=True)
-            command = [sys.executable, "-m", "swarm_coordinator.evaluation", str(self.folder.path)]
+            command = module_command("swarm_coordinator.evaluation", str(self.folder.path))
             await self.supervisor.keep_running(
                 command,
                 take_line=lambda line: self._take(store, line),
