@@ -49,39 +49,44 @@ $TaskName = 'swarmtrain client'
 function Invoke-Setup {
     [CmdletBinding(SupportsShouldProcess = $true)]
     param([string] $From, [string] $Distribution, [switch] $NoTask, [switch] $Uninstall, [switch] $Purge)
-    $name = Get-WslDistribution -Wanted $Distribution
-    $checkout = Split-Path -Parent (Split-Path -Parent $PSScriptRoot)
-    $script = Join-Path $checkout 'installers\linux\install.sh'
-    if (-not (Test-Path -LiteralPath $script)) {
-        throw "There is no $script. Take the whole 'installers' folder, not this script alone."
-    }
-    if ($From -eq '') {
-        $From = $checkout
-    }
-    if ($Uninstall) {
-        $words = @('--uninstall')
-        if ($Purge) {
-            $words += '--purge'
+    try {
+        $name = Get-WslDistribution -Wanted $Distribution
+        $checkout = Split-Path -Parent (Split-Path -Parent $PSScriptRoot)
+        $script = Join-Path $checkout 'installers\linux\install.sh'
+        if (-not (Test-Path -LiteralPath $script)) {
+            throw "There is no $script. Take the whole 'installers' folder, not this script alone."
         }
-    } elseif ($From -match '^https?://') {
-        $words = @('--from', $From)
-    } else {
-        if (-not (Test-Path -LiteralPath $From)) {
-            throw "There is no $From. Name a wheel, a folder with the source, or a URL."
+        if ($From -eq '') {
+            $From = $checkout
         }
-        $source = (Resolve-Path -LiteralPath $From).Path
-        $words = @('--from', (ConvertTo-WslPath -Distribution $name -Path $source))
-    }
-    $inside = ConvertTo-WslPath -Distribution $name -Path $script
-    if ($PSCmdlet.ShouldProcess("the WSL distribution $name", "Run install.sh $words")) {
-        & wsl.exe --distribution $name --exec sh $inside @words
-        if ($LASTEXITCODE -ne 0) {
-            throw "install.sh failed inside $name; its message above says why."
+        if ($Uninstall) {
+            $words = @('--uninstall')
+            if ($Purge) {
+                $words += '--purge'
+            }
+        } elseif ($From -match '^https?://') {
+            $words = @('--from', $From)
+        } else {
+            if (-not (Test-Path -LiteralPath $From)) {
+                throw "There is no $From. Name a wheel, a folder with the source, or a URL."
+            }
+            $source = (Resolve-Path -LiteralPath $From).Path
+            $words = @('--from', (ConvertTo-WslPath -Distribution $name -Path $source))
+        }
+        $inside = ConvertTo-WslPath -Distribution $name -Path $script
+        if ($PSCmdlet.ShouldProcess("the WSL distribution $name", "Run install.sh $words")) {
+            & wsl.exe --distribution $name --exec sh $inside @words
+            if ($LASTEXITCODE -ne 0) {
+                throw "install.sh failed inside $name; its message above says why."
+            }
+        }
+    } finally {
+        # Also where WSL or the distribution is gone, and the task would fail at every logon.
+        if ($Uninstall) {
+            Unregister-ClientTask
         }
     }
-    if ($Uninstall) {
-        Unregister-ClientTask
-    } elseif (-not $NoTask) {
+    if (-not ($Uninstall -or $NoTask)) {
         Register-ClientTask -Distribution $name
     }
     if (-not ($Uninstall -or $WhatIfPreference)) {
