@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from swarm_coordinator.core.events import LeaseResolved
+from swarm_coordinator.core.rules import roster
 from swarm_coordinator.core.rules.auditing import cleared_cells, verdicts
 from swarm_coordinator.core.state.leases import LeaseState
 from swarm_coordinator.core.state.peers import PeerPhase, PeerState, short
@@ -62,7 +63,8 @@ def record_heartbeat(run: RunState, peer: PeerState, message: Heartbeat, now: fl
     if peer.paused != message.paused:
         # Senders must learn of it before they send the peer anything else.
         run.peers.set_paused(peer, message.paused)
-        run.roster.dirty = True
+        if run.peers.holds_current(peer):
+            roster.changed(run, peer.peer, now)
     if message.arithmetic is not None:
         peer.arithmetic = message.arithmetic
     rates = peer.rates
