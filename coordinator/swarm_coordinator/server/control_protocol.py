@@ -42,7 +42,8 @@ from swarm_shared.base.errors import (
     SwarmError,
     VersionError,
 )
-from swarm_shared.base.types import MicrobatchIndex, PeerId, RunId, StageIndex, Step
+from swarm_shared.base.rate_limit import RateLimit
+from swarm_shared.base.types import MAX_PEERS, MicrobatchIndex, PeerId, RunId, StageIndex, Step
 from swarm_shared.identity.credentials import Receipt, open_carrier_binding
 from swarm_shared.identity.signing import decode_envelope
 from swarm_shared.identity.work_statements import AuditStatement, SumStatement
@@ -73,6 +74,11 @@ HELLO_SECONDS = 10.0
 
 REFUSAL_FLUSH_SECONDS = 2.0
 """Seconds for the reason of a refusal to be sent before the session ends."""
+
+ATTACH_BURST = 30.0
+ATTACHES_PER_SECOND = 0.2
+"""Attachments of one peer: a burst for a link that breaks again and again, and a rate over the long
+run. Each of them has rows in the database and a line on the organiser's terminal."""
 
 _RECEIPT_BYTES = 1024
 """Bytes allowed for a receipt; its envelope has about 700 characters."""
@@ -180,6 +186,9 @@ class ControlServer:
     ended: Counter[str] = field(default_factory=Counter)
     """Sessions that ended without a goodbye, by reason."""
     receipts: ReceiptChecker = field(init=False)
+    _attaches: RateLimit = field(
+        default_factory=lambda: RateLimit(ATTACH_BURST, ATTACHES_PER_SECOND, MAX_PEERS)
+    )
 
     def __post_init__(self) -> None:
         self.receipts = ReceiptChecker(self.admission.run)
@@ -193,6 +202,8 @@ class ControlServer:
             if not isinstance(hello, Hello):
                 raise ProtocolError(f"the first message must be hello, not {hello.kind}")
             self.check_core_failures(stream.remote)
+            if wait_seconds := self._attaches.take(stream.remote):
+                raise RefusedForNow("this peer attaches again and again", wait_seconds)
             certified_at = self.admission.clock()
             certificate = await self.admission.admit(stream.remote, hello)
             receipts = await self.receipts.check(hello.receipts)

@@ -123,6 +123,27 @@ async def test_a_welcome_carries_a_certificate_and_the_manifest_that_hold(
     assert open_manifest(base64.b64decode(answer.manifest), run.invite.organiser) == run.manifest
 
 
+async def test_a_client_that_attaches_again_and_again_is_to_wait(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control_protocol, "ATTACH_BURST", 3.0)
+    identity = Identity.generate()
+
+    async def attached(invite: Invite, identity: Identity) -> Welcome | Refused:
+        async with client(invite, identity) as one:
+            return await one.hello()
+
+    async with served(folder) as run:
+        answers = [await attached(run.invite, identity) for _ in range(5)]
+        assert [answer.kind for answer in answers] == ["welcome"] * 3 + ["refused"] * 2
+        refused = answers[-1]
+        assert isinstance(refused, Refused)
+        assert 0 < (refused.retry_seconds or 0) <= 5
+        assert sum("admitted" in line for line in run.lines) == 3
+        other = await attached(run.invite, Identity.generate())
+        assert other.kind == "welcome"  # others need not wait
+
+
 async def test_an_incompatible_client_is_refused_with_the_reason(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", admission__mode="token")
     async with served(folder) as run:
