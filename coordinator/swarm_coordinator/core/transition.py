@@ -244,7 +244,8 @@ def _dispatch(run: RunState, event: Event, now: float) -> None:
             held_up.refuse(run, refused.peer, refused.profile.owner, now)
             _drop(run, refused.peer, "it holds up the run", now)
         roster.drop_expired_revocations(run, now)
-        roster.forget_changes(run, now)
+        if run.roster.calm_at:
+            roster.forget_changes(run, now)
         held_up.store_changed(run, now)
     elif isinstance(event, PeerAttached):
         older = run.peers.get(event.peer)

@@ -196,22 +196,23 @@ def receipt_of(signer: Identity, run: str) -> str:
     return receipt_for(signer, receipt)
 
 
-def forged_receipt(run: str) -> str:
-    raw = bytearray(base64.b64decode(receipt_of(Identity.generate(), run)))
+def forged_receipt(named: Identity, run: str) -> str:
+    raw = bytearray(base64.b64decode(receipt_of(named, run)))
     raw[-1] ^= 1  # in the signature
     return base64.b64encode(bytes(raw)).decode()
 
 
 async def test_one_clients_nonsense_ends_its_session_only(folder: RunFolder) -> None:
+    named = Identity.generate()
     async with (
         served(folder) as run,
         client(run.invite) as honest,
-        client(run.invite) as forger,
+        client(run.invite, named) as forger,
         client(run.invite) as babbler,
     ):
         for one in (honest, forger, babbler):
             await one.join()
-        await forger.send(Receipts(receipts=(forged_receipt(run.invite.run_id),)))
+        await forger.send(Receipts(receipts=(forged_receipt(named, run.invite.run_id),)))
         answer = await forger.until(Refused)
         assert (answer.code, "signature" in answer.reason) == ("protocol", True)
         await forger.until_closed()

@@ -214,6 +214,15 @@ def complete(run: RunState, step: StepState) -> bool:
     return len(step.table) == len(numbers(run)) * run.manifest.stage_count
 
 
+def may_count(run: RunState, sender: PeerId, receipt: Receipt) -> bool:
+    """Whether a receipt that `sender` reports could be entered; before its signature is checked."""
+    last = run.history.version + 1 + run.manifest.training.staleness
+    if not run.history.version < receipt.step <= last or receipt.microbatch not in numbers(run):
+        return False
+    peer = run.peers.get(receipt.peer)
+    return receipt.peer == sender or (peer is not None and peer.stage == receipt.stage)
+
+
 def commit_relayed(run: RunState, receipt: Receipt, now: float) -> None:
     """Enter a verified receipt that another peer reports, if its signer still has the gradient.
 
