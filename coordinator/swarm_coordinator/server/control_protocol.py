@@ -83,6 +83,10 @@ HELLO_SECONDS = 10.0
 REFUSAL_FLUSH_SECONDS = 2.0
 """Seconds for the reason of a refusal to be sent before the session ends."""
 
+_LARGE_BYTES = 4096
+"""Length of a message above which the next one of its session is read only when the core has
+handled it: thousands may wait for the core, each with some five times the memory of its length."""
+
 ATTACH_BURST = 30.0
 ATTACHES_PER_SECOND = 0.2
 """Attachments of one peer: a burst for a link that breaks again and again, and a rate over the long
@@ -228,6 +232,15 @@ class ReceiptChecker:
         return Receipt.open_wanted(decode_envelope(envelope, "a receipt"), is_wanted)
 
 
+def _beat(session: ClientSession, message: Heartbeat) -> PeerHeartbeat:
+    """The heartbeat for the core, without what is recorded already: any number may wait for it."""
+    if message.changed_links or message.changed_paths or message.lost_paths:
+        message = message.model_copy(
+            update={"changed_links": (), "changed_paths": (), "lost_paths": ()}
+        )
+    return PeerHeartbeat(session.number, session.peer, message)
+
+
 @dataclass(slots=True, eq=False)
 class ControlServer:
     """Serves the control streams of all clients."""
@@ -336,13 +349,17 @@ class ControlServer:
                 message = parse(client_messages, frame.header)
                 if isinstance(message, Heartbeat):
                     self.on_heartbeat(session.number, session.peer, message)
-                    beat = PeerHeartbeat(session.number, session.peer, message)
-                    await self.queue.put_heartbeat(beat)
-                elif isinstance(message, AddressUpdate):
-                    await self.queue.put(self._announcement(session, message))
+                    await self.queue.put_heartbeat(_beat(session, message))
+                    continue
+                if isinstance(message, AddressUpdate):
+                    event = self._announcement(session, message)
                     nursery.start_soon(self._prove, session, message)
                 else:
-                    await self.queue.put(await self._event(session, message))
+                    event = await self._event(session, message)
+                if len(frame.header) > _LARGE_BYTES:
+                    await self.queue.put_and_wait(event)
+                else:
+                    await self.queue.put(event)
         except NetworkError as error:
             log.info("session %d with %s ended: %s", session.number, session.peer, error)
             self.ended["link closed"] += 1

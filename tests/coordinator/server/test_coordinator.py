@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Awaitable
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,7 @@ from swarm_coordinator.durability.run_files import load_manifest
 from swarm_coordinator.run_dir.checkpoint_files import CheckpointFolder
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.server import control_protocol, coordinator
+from swarm_coordinator.server.event_queue import EventQueue
 from swarm_coordinator.server.sessions import MAX_OUTBOX_BYTES, ClientSessions
 from swarm_coordinator.simulator.transcripts import simulated_transcript
 from swarm_coordinator.storage.admission_rows import read_admission
@@ -57,7 +59,15 @@ from swarm_shared.identity.invite import Invite
 from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.signed_manifest import open_manifest
 from swarm_shared.network import FramedStream, FrameLimits, open_node
-from swarm_shared.protocol import Goodbye, Heartbeat, MaskRequest, Receipts, Refused, Welcome
+from swarm_shared.protocol import (
+    Goodbye,
+    Heartbeat,
+    MaskRequest,
+    NotCounted,
+    Receipts,
+    Refused,
+    Welcome,
+)
 from swarm_shared.protocol.versions import VersionRange
 from swarm_shared.transfer.source import TransferSource
 from swarm_shared.transfer.transfer import fetch
@@ -200,6 +210,41 @@ def forged_receipt(named: Identity, run: str) -> str:
     raw = bytearray(base64.b64decode(receipt_of(named, run)))
     raw[-1] ^= 1  # in the signature
     return base64.b64encode(bytes(raw)).decode()
+
+
+async def test_one_large_message_of_a_session_waits_for_the_core_at_a_time(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sound, waits, stands = coordinator.Coordinator._handle_event, trio.Event(), trio.Event()
+    put: list[int] = []
+
+    async def slow(self: coordinator.Coordinator, event: Event) -> bool:
+        if isinstance(event, MessageReceived):
+            waits.set()
+            await stands.wait()
+        return await sound(self, event)
+
+    def counted(self: EventQueue, event: Event) -> Awaitable[list[Command]]:
+        put.append(1)
+        return put_and_wait(self, event)
+
+    put_and_wait = EventQueue.put_and_wait
+    monkeypatch.setattr(coordinator.Coordinator, "_handle_event", slow)
+    monkeypatch.setattr(EventQueue, "put_and_wait", counted)
+    large = NotCounted(step=Step(1), microbatches=(MicrobatchIndex(0),) * 10_000)
+    async with served(folder) as run, client(run.invite) as one:
+        await one.join()
+        for _ in range(3):
+            await one.send(large)
+        await one.send(MaskRequest(request=7, step=Step(1), microbatch=MicrobatchIndex(0)))
+        await waits.wait()
+        with trio.move_on_after(0.1):
+            await until(lambda: len(put) > 1)
+        assert len(put) == 1
+        stands.set()
+        while (await one.receive()).kind != "mask":
+            pass
+    assert len(put) == 3
 
 
 async def test_one_clients_nonsense_ends_its_session_only(folder: RunFolder) -> None:
