@@ -25,7 +25,7 @@ from benchmarks.counts.instructions import Cost, Meter
 from benchmarks.counts.messages import backward, forward
 from benchmarks.counts.world import identity
 from swarm_shared.network import FramedStream, FrameLimits
-from swarm_shared.network.framed_stream import TrafficCounter
+from swarm_shared.network.framed_stream import LinkTraffic
 from swarm_shared.network.libp2p.yamux import YamuxConnection, YamuxStream
 from swarm_shared.protocol import STAGE_PROTOCOL, Backward, Forward, encode
 
@@ -132,7 +132,7 @@ async def _take_all(connection: YamuxConnection) -> None:
 
 def _framed(muxed: object) -> FramedStream:
     assert isinstance(muxed, YamuxStream)
-    return FramedStream(muxed, STAGE_PROTOCOL, LIMITS, TrafficCounter())
+    return FramedStream(muxed, STAGE_PROTOCOL, LIMITS, LinkTraffic())
 
 
 @asynccontextmanager

@@ -26,13 +26,13 @@ TRUE, FALSE = (
 )
 
 
-def receipt(run: RunId, **changes: Any) -> str:
+def receipt(run: RunId, *, signer: Identity = AUDITED, **changes: Any) -> str:
     values: dict[str, Any] = {
         "run": run, "generation": Generation(1), "step": STEP, "microbatch": MICROBATCH,
         "stage": STAGE, "peer": AUDITED.peer_id, "samples": 2, "tokens": 32, "loss_sum": 100.0,
         "transcript": FALSE,
     }  # fmt: skip
-    return encode_envelope(Receipt(**{**values, **changes}).sign(AUDITED))
+    return encode_envelope(Receipt(**{**values, **changes}).sign(signer))
 
 
 def statement(run: RunId, auditor: Identity, **changes: Any) -> str:

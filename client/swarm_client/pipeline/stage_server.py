@@ -61,7 +61,7 @@ HELLO_LIMITS = FrameLimits(max_header_bytes=16 * 1024)
 one buffer."""
 
 MAX_HEADER_BYTES = 512 * 1024
-"""Bytes of a stage message's header; a few hundred receipts of half a kilobyte each."""
+"""Bytes of a stage message's header: room for a receipt and a peer of each of MAX_STAGES."""
 
 ANSWER_STALL_SECONDS = 30.0
 """Seconds in which a sender must take a megabyte of its answer. A slower one is disconnected: its

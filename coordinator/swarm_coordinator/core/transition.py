@@ -245,6 +245,8 @@ def _dispatch(run: RunState, event: Event, now: float) -> None:
             held_up.refuse(run, refused.peer, refused.profile.owner, now)
             _drop(run, refused.peer, "it holds up the run", now)
         roster.drop_expired_revocations(run, now)
+        if run.roster.calm_at:
+            roster.forget_changes(run, now)
         held_up.store_changed(run, now)
     elif isinstance(event, PeerAttached):
         older = run.peers.get(event.peer)
@@ -337,7 +339,7 @@ def _message(run: RunState, peer: PeerState, event: MessageReceived, now: float)
         cleared_cells.dropped(run, peer, message)
     elif isinstance(message, Leaving) and not peer.leaving:
         run.peers.set_leaving(peer, now)
-        run.roster.dirty = True
+        roster.changed(run, peer.peer, now)
         run.note(f"{display(peer)} wants to leave", peer.peer)
 
 

@@ -42,7 +42,16 @@ from swarm_shared.base.errors import (
     SwarmError,
     VersionError,
 )
-from swarm_shared.base.types import MicrobatchIndex, PeerId, RunId, StageIndex, Step
+from swarm_shared.base.rate_limit import RateLimit
+from swarm_shared.base.types import (
+    MAX_MICROBATCHES,
+    MAX_PEERS,
+    MicrobatchIndex,
+    PeerId,
+    RunId,
+    StageIndex,
+    Step,
+)
 from swarm_shared.identity.credentials import Receipt, open_carrier_binding
 from swarm_shared.identity.signing import decode_envelope
 from swarm_shared.identity.work_statements import AuditStatement, SumStatement
@@ -74,6 +83,15 @@ HELLO_SECONDS = 10.0
 REFUSAL_FLUSH_SECONDS = 2.0
 """Seconds for the reason of a refusal to be sent before the session ends."""
 
+_LARGE_BYTES = 4096
+"""Length of a message above which the next one of its session is read only when the core has
+handled it: thousands may wait for the core, each with some five times the memory of its length."""
+
+ATTACH_BURST = 30.0
+ATTACHES_PER_SECOND = 0.2
+"""Attachments of one peer: a burst for a link that breaks again and again, and a rate over the long
+run. Each of them has rows in the database and a line on the organiser's terminal."""
+
 _RECEIPT_BYTES = 1024
 """Bytes allowed for a receipt; its envelope has about 700 characters."""
 _NON_RECEIPT_BYTES = 256 * 1024
@@ -82,7 +100,13 @@ theory and 100 kB in practice."""
 
 _RECEIPTS_PER_TURN = 8
 """Signatures verified before other tasks run: about a millisecond of work."""
-_MAX_CACHED_RECEIPTS = 200_000
+_KNOWN_PER_TURN = 256
+"""Receipts that need no verification and are looked at before other tasks run."""
+_SIGNED_PER_MICROBATCH = 8
+"""Receipts of one microbatch and one step that are verified of one peer. It signs another one when
+it has computed the microbatch again, from another input."""
+_STEPS_REMEMBERED = 2
+"""Steps before and after the newest one whose verified receipts are kept."""
 _MAX_COUNTED_ENVELOPES = 50_000
 """Envelopes of counted receipts kept as evidence: about 50 MB, and several steps of a large run."""
 _MAX_OTHER_ENVELOPES = 10_000
@@ -90,11 +114,15 @@ _MAX_OTHER_ENVELOPES = 10_000
 must not push out what it lied in."""
 
 
+def most_microbatches(manifest: Manifest) -> int:
+    """The microbatches of a step or of the evaluation, whichever are more."""
+    training = manifest.training
+    return max(training.microbatches_per_step, training.evaluation_microbatches)
+
+
 def control_limits(manifest: Manifest) -> FrameLimits:
     """Limits of one message: what a client can make the coordinator buffer before its hello."""
-    training = manifest.training
-    of_a_step = max(training.microbatches_per_step, training.evaluation_microbatches)
-    receipts = max(of_a_step, manifest.stage_count)
+    receipts = max(most_microbatches(manifest), manifest.stage_count)
     return FrameLimits(max_header_bytes=_NON_RECEIPT_BYTES + receipts * _RECEIPT_BYTES)
 
 
@@ -108,32 +136,63 @@ def _claimed_by(receipt: Receipt) -> _Claimed:
 
 
 class ReceiptChecker:
-    """Verifies receipts, each one once however often it is reported."""
+    """Verifies receipts, each one once however often it is reported, and of those that could count
+    only as many as an honest peer signs: a signature costs more than all else."""
 
-    def __init__(self, run: RunId) -> None:
+    def __init__(
+        self,
+        run: RunId,
+        may_count: Callable[[PeerId, Receipt], bool] = lambda sender, receipt: True,
+        most_microbatches: int = MAX_MICROBATCHES,
+    ) -> None:
+        """`may_count`: whether a receipt that a peer reports could count, by what it claims."""
         self._run = run
-        self._verified: OrderedDict[bytes, Receipt] = OrderedDict()
+        self._may_count = may_count
+        self._most_signed = _SIGNED_PER_MICROBATCH * most_microbatches
+        self._verified: dict[Step, dict[bytes, Receipt]] = {}
+        self._signed: dict[Step, Counter[PeerId]] = {}
+        """How many of them each peer has signed."""
+        self._turns = trio.Lock()
         self._counted: OrderedDict[_Claimed, str] = OrderedDict()
         self._others: OrderedDict[_Claimed, str] = OrderedDict()
 
-    async def check(self, envelopes: Sequence[str]) -> tuple[Receipt, ...]:
-        """Return the receipts; ProtocolError when one of them is invalid."""
+    async def check(
+        self, envelopes: Sequence[str], sender: PeerId | None = None
+    ) -> tuple[Receipt, ...]:
+        """Return those of a peer's receipts that may count; ProtocolError when one of them is
+        invalid."""
         found: list[Receipt] = []
-        verified = 0
+        work = 0
         for envelope in envelopes:
             key = blake2b(envelope.encode(), digest_size=16).digest()
-            receipt = self._verified.get(key)
+            receipt = None
+            for of_a_step in self._verified.values():
+                if key in of_a_step:
+                    receipt = of_a_step[key]
             if receipt is None:
-                receipt = self._verify(envelope)
-                self._verified[key] = receipt
-                self._keep(receipt, envelope)
-                if len(self._verified) > _MAX_CACHED_RECEIPTS:
-                    self._verified.popitem(last=False)
-                verified += 1
-                if verified % _RECEIPTS_PER_TURN == 0:
+                receipt = self._verify(envelope, sender)
+                if receipt is not None:
+                    self._remember(key, receipt)
+                    self._keep(receipt, envelope)
+                    work += _KNOWN_PER_TURN // _RECEIPTS_PER_TURN
+            if receipt is not None:
+                found.append(receipt)
+            work += 1
+            if work >= _KNOWN_PER_TURN:
+                work = 0
+                async with self._turns:  # all who have many take one turn after the other
                     await trio.lowlevel.checkpoint()
-            found.append(receipt)
         return tuple(found)
+
+    def _remember(self, key: bytes, receipt: Receipt) -> None:
+        step = receipt.step
+        if step not in self._verified:
+            for other in list(self._verified):
+                if abs(other - step) > _STEPS_REMEMBERED:
+                    del self._verified[other], self._signed[other]
+            self._verified[step], self._signed[step] = {}, Counter()
+        self._verified[step][key] = receipt
+        self._signed[step][receipt.peer] += 1
 
     def _keep(self, receipt: Receipt, envelope: str) -> None:
         self._others[_claimed_by(receipt)] = envelope
@@ -159,11 +218,27 @@ class ReceiptChecker:
         cell = (verdict.step, verdict.microbatch, verdict.stage, verdict.audited, verdict.claim)
         return self._counted.get(cell) or self._others.get(cell, "")
 
-    def _verify(self, envelope: str) -> Receipt:
-        receipt = Receipt.open(decode_envelope(envelope, "a receipt"))
-        if receipt.run != self._run:
-            raise SignatureError(f"a receipt is of run {receipt.run[:12]}, not of this one")
-        return receipt
+    def _verify(self, envelope: str, sender: PeerId | None) -> Receipt | None:
+        """Return a valid receipt; None for one that is not wanted."""
+
+        def is_wanted(claimed: Receipt) -> bool:
+            if claimed.run != self._run:
+                raise SignatureError(f"a receipt is of run {claimed.run[:12]}, not of this one")
+            signed = self._signed.get(claimed.step)
+            if signed is not None and signed[claimed.peer] >= self._most_signed:
+                return False
+            return sender is None or self._may_count(sender, claimed)
+
+        return Receipt.open_wanted(decode_envelope(envelope, "a receipt"), is_wanted)
+
+
+def _beat(session: ClientSession, message: Heartbeat) -> PeerHeartbeat:
+    """The heartbeat for the core, without what is recorded already: any number may wait for it."""
+    if message.changed_links or message.changed_paths or message.lost_paths:
+        message = message.model_copy(
+            update={"changed_links": (), "changed_paths": (), "lost_paths": ()}
+        )
+    return PeerHeartbeat(session.number, session.peer, message)
 
 
 @dataclass(slots=True, eq=False)
@@ -177,12 +252,12 @@ class ControlServer:
     proof: AddressProof
     check_core_failures: Callable[[PeerId], None]
     """Raises RefusedForNow for a peer on whose event the core has failed."""
+    receipts: ReceiptChecker
     ended: Counter[str] = field(default_factory=Counter)
     """Sessions that ended without a goodbye, by reason."""
-    receipts: ReceiptChecker = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.receipts = ReceiptChecker(self.admission.run)
+    _attaches: RateLimit = field(
+        default_factory=lambda: RateLimit(ATTACH_BURST, ATTACHES_PER_SECOND, MAX_PEERS)
+    )
 
     async def handle(self, stream: FramedStream) -> None:
         """Serve one client's stream from its hello to its end."""
@@ -193,9 +268,11 @@ class ControlServer:
             if not isinstance(hello, Hello):
                 raise ProtocolError(f"the first message must be hello, not {hello.kind}")
             self.check_core_failures(stream.remote)
+            if wait_seconds := self._attaches.take(stream.remote):
+                raise RefusedForNow("this peer attaches again and again", wait_seconds)
             certified_at = self.admission.clock()
             certificate = await self.admission.admit(stream.remote, hello)
-            receipts = await self.receipts.check(hello.receipts)
+            receipts = await self.receipts.check(hello.receipts, stream.remote)
             owner = self.admission.owners.of(stream.remote)
             if owner != named_owner(stream.remote, hello.owner):
                 # A verdict would name one owner, with the binding of the other as evidence.
@@ -272,13 +349,17 @@ class ControlServer:
                 message = parse(client_messages, frame.header)
                 if isinstance(message, Heartbeat):
                     self.on_heartbeat(session.number, session.peer, message)
-                    beat = PeerHeartbeat(session.number, session.peer, message)
-                    await self.queue.put_heartbeat(beat)
-                elif isinstance(message, AddressUpdate):
-                    await self.queue.put(self._announcement(session, message))
+                    await self.queue.put_heartbeat(_beat(session, message))
+                    continue
+                if isinstance(message, AddressUpdate):
+                    event = self._announcement(session, message)
                     nursery.start_soon(self._prove, session, message)
                 else:
-                    await self.queue.put(await self._event(session, message))
+                    event = await self._event(session, message)
+                if len(frame.header) > _LARGE_BYTES:
+                    await self.queue.put_and_wait(event)
+                else:
+                    await self.queue.put(event)
         except NetworkError as error:
             log.info("session %d with %s ended: %s", session.number, session.peer, error)
             self.ended["link closed"] += 1
@@ -295,13 +376,13 @@ class ControlServer:
         if isinstance(message, Hello):
             raise ProtocolError("the client sent a second hello on one stream")
         if isinstance(message, Receipts):
-            receipts = await self.receipts.check(message.receipts)
+            receipts = await self.receipts.check(message.receipts, session.peer)
             return ReceiptsVerified(session.number, session.peer, receipts)
         if isinstance(message, LeaseResult):
             return LeaseResolved(
                 session.number, session.peer, message.step, message.microbatch, message.lease,
-                message.ok, message.reason, await self.receipts.check(message.receipts),
-                message.owing,
+                message.ok, message.reason,
+                await self.receipts.check(message.receipts, session.peer), message.owing,
             )  # fmt: skip
         if isinstance(message, AuditResult):
             return self._audited(session, message)

@@ -11,6 +11,7 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
 
 import anyio.to_thread
 import trio
@@ -42,13 +43,19 @@ from swarm_coordinator.core.events import (
     StopRequested,
     VerdictRecord,
 )
+from swarm_coordinator.core.rules.microbatches import may_count
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.transition import transition
 from swarm_coordinator.run_dir.checkpoint_files import CheckpointFolder
 from swarm_coordinator.run_dir.sampled_tokens import RunTokens
 from swarm_coordinator.server.admission_service import AdmissionService
 from swarm_coordinator.server.checkpoint_transfer import CheckpointFetcher, catalogue
-from swarm_coordinator.server.control_protocol import ControlServer, control_limits
+from swarm_coordinator.server.control_protocol import (
+    ControlServer,
+    ReceiptChecker,
+    control_limits,
+    most_microbatches,
+)
 from swarm_coordinator.server.core_failures import CoreFailure
 from swarm_coordinator.server.doctor_answers import probe_judge
 from swarm_coordinator.server.event_queue import EventQueue
@@ -200,6 +207,9 @@ class Coordinator:
             admission, self._sessions, self._queue, reports.record,
             AddressProof(self._known_addresses, Interfaces.of_this_machine),
             lambda peer: service.core_failures.check(peer, service.clock()),
+            ReceiptChecker(
+                self._run_id, partial(may_count, self._state), most_microbatches(service.manifest)
+            ),
         )  # fmt: skip
         self._fetcher = CheckpointFetcher(
             node, self._checkpoints, self._run_id, service.manifest.stage_count,

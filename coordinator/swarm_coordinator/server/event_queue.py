@@ -15,6 +15,9 @@ EVENTS_PER_TURN = 16
 EVENT_BUFFER = 4096
 """Capacity of the queue. While it is full, clients are not read from, which slows them down."""
 
+MAX_HEARTBEATS = 16_384
+"""Heartbeats of one event. The core may stand still, as while a disk is slow, and they go on."""
+
 
 class EventQueue:
     """A bounded queue; only `take_all` takes events."""
@@ -26,6 +29,7 @@ class EventQueue:
         self._tick_queued = False
         self._queued_heartbeats: list[PeerHeartbeat] | None = None
         """Those of the event in the queue; None when there is none."""
+        self._heartbeats_taken = trio.Event()
 
     async def put(self, event: Event) -> None:
         """Put an event. Yields only while the queue is full: callers have just yielded."""
@@ -35,7 +39,13 @@ class EventQueue:
             await self._put.send(event)
 
     async def put_heartbeat(self, heartbeat: PeerHeartbeat) -> None:
-        """Put a heartbeat. All that arrive before the event is taken are one event."""
+        """Put a heartbeat. All that arrive before the event is taken are one event; waits while it
+        has MAX_HEARTBEATS."""
+        while (
+            self._queued_heartbeats is not None and len(self._queued_heartbeats) >= MAX_HEARTBEATS
+        ):
+            self._heartbeats_taken = trio.Event()
+            await self._heartbeats_taken.wait()
         if self._queued_heartbeats is not None:
             self._queued_heartbeats.append(heartbeat)
             return
@@ -70,6 +80,7 @@ class EventQueue:
                     self._tick_queued = False
                 elif isinstance(event, HeartbeatsReceived):
                     self._queued_heartbeats = None
+                    self._heartbeats_taken.set()
                 if await act_on(event):
                     return
                 if not left:

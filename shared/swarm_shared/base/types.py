@@ -112,7 +112,10 @@ Address = Annotated[str, Field(max_length=MAX_ADDRESS_CHARACTERS)]
 """A multiaddr."""
 Url = Annotated[str, Field(max_length=2_000)]
 Envelope = Annotated[str, Field(max_length=8_192)]
-"""A signed envelope in base64: a certificate, a receipt, or a carrier binding."""
+"""A signed envelope in base64: a certificate, or a carrier binding."""
+ReceiptEnvelope = Annotated[str, Field(max_length=960)]
+"""A signed `Receipt` in base64; one has about 810 characters, and at most 920. Those of all stages
+fit into one message, so that no peer can sign one that another peer's message has no room for."""
 OwnerEnvelope = Annotated[str, Field(max_length=2_000)]
 """An `OwnerBinding` in base64; one has about 340 characters."""
 SumEnvelope = Annotated[str, Field(max_length=2**20)]
@@ -155,9 +158,9 @@ Mirrors = Annotated[tuple[Url, ...], Field(max_length=MAX_MIRRORS)]
 Microbatches = Annotated[tuple[MicrobatchIndex, ...], Field(max_length=MAX_MICROBATCHES)]
 Stages = Annotated[tuple[StageIndex, ...], Field(max_length=MAX_STAGES)]
 Peers = Annotated[tuple[PeerId, ...], Field(max_length=MAX_PEERS)]
-ReceiptEnvelopes = Annotated[tuple[Envelope, ...], Field(max_length=MAX_MICROBATCHES)]
+ReceiptEnvelopes = Annotated[tuple[ReceiptEnvelope, ...], Field(max_length=MAX_MICROBATCHES)]
 """Receipts of one peer's own work."""
-MicrobatchReceipts = Annotated[tuple[Envelope, ...], Field(max_length=MAX_STAGES)]
+MicrobatchReceipts = Annotated[tuple[ReceiptEnvelope, ...], Field(max_length=MAX_STAGES)]
 """Receipts of one microbatch, one for each stage."""
 MicrobatchPeers = Annotated[tuple[PeerId, ...], Field(max_length=MAX_STAGES)]
 """Peers of one microbatch, at most one for each stage."""

@@ -14,6 +14,7 @@ bytes of a signed message (unknown fields, long varints) without breaking its si
 from __future__ import annotations
 
 import base64
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Self, TypeVar
 
@@ -81,10 +82,7 @@ def open_envelope(
     FrameError: it is too long or not an envelope. SignatureError: the signature is not valid in
     this domain, or the signer is not `expected_signer`.
     """
-    if len(envelope) > max_bytes:
-        raise FrameError(
-            f"a signed message of {len(envelope)} bytes is longer than the {max_bytes} allowed"
-        )
+    _check_length(envelope, max_bytes)
     envelope = bytes(envelope)
     public_key, payload_type, payload, signature = _decode(envelope)
     signer = peer_id_of(public_key)
@@ -129,15 +127,7 @@ def open_message(
 ) -> tuple[ModelT, PeerId]:
     """Return the checked message and its signer. Errors as in `open_envelope`."""
     opened = open_envelope(envelope, domain, expected_signer, max_bytes)
-    if opened.payload_type != JSON_PAYLOAD_TYPE:
-        raise FrameError(f"a signed message has the unknown payload type {opened.payload_type!r}")
-    try:
-        message = type.model_validate_json(opened.payload, strict=True)
-    except ValidationError as error:
-        raise FrameError(
-            f"{opened.signer} signed something that is not a {type.__name__}: {first_error(error)}"
-        ) from error
-    return message, opened.signer
+    return _parsed(type, opened.payload_type, opened.payload, opened.signer), opened.signer
 
 
 class SignedMessage(FrozenModel):
@@ -167,11 +157,46 @@ class SignedMessage(FrozenModel):
         """
         assert signer is not None or cls.signed_by is not None, "anyone could have signed it"
         message, signed_by = open_message(envelope, cls, cls.domain, signer, cls.max_bytes)
+        return cls._checked(message, envelope, signed_by)
+
+    @classmethod
+    def open_wanted(cls, envelope: bytes, is_wanted: Callable[[Self], bool]) -> Self | None:
+        """As `open`; but None for a message that is not wanted by what it claims to be. Its
+        signature, which costs more than all else, is not checked then."""
+        _check_length(envelope, cls.max_bytes)
+        public_key, payload_type, payload, signature = _decode(envelope)
+        signer = peer_id_of(public_key)
+        message = _parsed(cls, payload_type, payload, signer)
+        if not is_wanted(message):
+            return None
+        verify(signer, _signed_bytes(cls.domain, payload_type, payload), signature)
+        return cls._checked(message, envelope, signer)
+
+    @classmethod
+    def _checked(cls, message: Self, envelope: bytes, signed_by: PeerId) -> Self:
         if len(envelope) > len(message.model_dump_json().encode()) + MAX_OVERHEAD_BYTES:
             raise FrameError(f"{signed_by} signed {cls.called} with white space in it")
         if cls.signed_by is not None and signed_by != (named := getattr(message, cls.signed_by)):
             raise SignatureError(f"{signed_by} signed {cls.called} in the name of {named}")
         return message
+
+
+def _check_length(envelope: bytes, max_bytes: int) -> None:
+    if len(envelope) > max_bytes:
+        raise FrameError(
+            f"a signed message of {len(envelope)} bytes is longer than the {max_bytes} allowed"
+        )
+
+
+def _parsed(type: type[ModelT], payload_type: bytes, payload: bytes, signer: PeerId) -> ModelT:
+    if payload_type != JSON_PAYLOAD_TYPE:
+        raise FrameError(f"a signed message has the unknown payload type {payload_type!r}")
+    try:
+        return type.model_validate_json(payload, strict=True)
+    except ValidationError as error:
+        raise FrameError(
+            f"{signer} signed something that is not a {type.__name__}: {first_error(error)}"
+        ) from error
 
 
 def _signed_bytes(domain: str, payload_type: bytes, payload: bytes) -> bytes:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self
+from weakref import WeakValueDictionary
 
 import trio
 from libp2p.stream_muxer.exceptions import MuxedStreamEOF
@@ -23,11 +24,11 @@ STALL_BYTES = 1024 * 1024
 """Bytes of progress that `stall_seconds` refers to."""
 
 MAX_LINKS = 25_000
-"""Links with a counter of their own. The rest share one, which is not reported: a remote can make
-any number of IDs."""
+"""Links whose bytes are remembered. Of further ones, and of remotes that are not members, they are
+counted while a stream is open: a remote can make any number of IDs."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class LinkTraffic:
     """Bytes over one link since the node was opened."""
 
@@ -36,27 +37,47 @@ class LinkTraffic:
 
 
 class TrafficCounter:
-    """The counters of all links of a node."""
+    """The counters of all links of a node. `knows`: which remotes are members."""
 
-    def __init__(self) -> None:
+    def __init__(self, knows: Callable[[PeerId], bool]) -> None:
+        self._knows = knows
         self._links: dict[tuple[PeerId, str], LinkTraffic] = {}
-        self._rest = LinkTraffic()
+        self._passing: WeakValueDictionary[tuple[PeerId, str], LinkTraffic] = WeakValueDictionary()
+        """Those that last as long as a stream uses them."""
 
-    def link(self, remote: PeerId, protocol: str) -> LinkTraffic:
-        """Return the counter of one link, which the caller adds to in place."""
+    def link(self, remote: PeerId, protocol: str, *, lasts: bool = True) -> LinkTraffic:
+        """Return the counter of one link, which the caller keeps and adds to in place. `lasts`:
+        whether it is remembered after that; if the remote becomes a member, it is in any case."""
         key = (remote, protocol)
-        if key not in self._links and len(self._links) >= MAX_LINKS:
-            return self._rest
-        return self._links.setdefault(key, LinkTraffic())
+        link = self._links.get(key) or self._passing.get(key)
+        if link is None:
+            link = LinkTraffic()
+            if lasts and len(self._links) < MAX_LINKS:
+                self._links[key] = link
+            else:
+                self._passing[key] = link
+        return link
 
     def link_bytes(self) -> tuple[LinkBytes, ...]:
         """Return the bytes of framed streams per remote and protocol since the node was opened, in
         the form in which peers report them."""
+        self._remember_members()
         return tuple(
             LinkBytes(remote=remote, protocol=protocol, sent=link.sent, received=link.received)
-            for (remote, protocol), link in self._links.items()
+            for (remote, protocol), link in (*self._links.items(), *self._passing.items())
             if link.sent or link.received
         )
+
+    def _remember_members(self) -> None:
+        """Remember the links of remotes that have become members; where there are many, forget
+        those of remotes that are members no more."""
+        if len(self._links) > MAX_LINKS // 2:
+            for key in [key for key in self._links if not self._knows(key[0])]:
+                self._passing[key] = self._links.pop(key)
+        for key, link in list(self._passing.items()):
+            if len(self._links) < MAX_LINKS and self._knows(key[0]):
+                self._links[key] = link
+                del self._passing[key]
 
 
 class AssemblyBudget:
@@ -100,7 +121,7 @@ class FramedStream:
         stream: YamuxStream,
         protocol: str,
         limits: FrameLimits,
-        traffic: TrafficCounter,
+        traffic: LinkTraffic,
         is_superseded: Callable[[YamuxConnection], bool] = lambda connection: False,
     ) -> None:
         self._stream = stream
@@ -112,7 +133,7 @@ class FramedStream:
         self._frames: deque[Frame] = deque()
         self._send_lock = trio.Lock()
         self._closed = False
-        self._traffic = traffic.link(self.remote, protocol)
+        self._traffic = traffic
         self._budget: tuple[AssemblyBudget, int] | None = None
 
     async def __aenter__(self) -> Self:

@@ -55,7 +55,7 @@ class Inbound:
         self.handler_errors: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
         """Streams of remotes that are not admitted, by protocol."""
-        self.traffic = TrafficCounter()
+        self.traffic = TrafficCounter(lambda peer: self.knows(peer))
         self.admits: Callable[[PeerId, str], bool] = lambda peer, protocol: True
         self.knows: Callable[[PeerId], bool] = lambda peer: True
 
@@ -80,7 +80,9 @@ class Inbound:
         """
 
         async def run(stream: YamuxStream) -> None:
-            async with FramedStream(stream, protocol, limits, self.traffic) as framed:
+            remote = _remote(stream)
+            traffic = self.traffic.link(remote, protocol, lasts=self.knows(remote))
+            async with FramedStream(stream, protocol, limits, traffic) as framed:
                 await handler(framed)
 
         self._set(protocol, run, public, max_streams_per_peer)

@@ -233,9 +233,8 @@ class Node:
                     raise NetworkError(f"{peer} is not connected, and no address of it is known")
                 await self.connect(peer, addresses, timeout_seconds)
             stream = await self._links.open(peer, protocol)
-        return FramedStream(
-            stream, protocol, limits, self._inbound.traffic, self._links.is_superseded
-        )
+        traffic = self._inbound.traffic.link(peer, protocol)
+        return FramedStream(stream, protocol, limits, traffic, self._links.is_superseded)
 
     async def disconnect(self, peer: PeerId) -> None:
         """Close all connections to `peer`."""

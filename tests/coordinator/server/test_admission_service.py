@@ -258,10 +258,10 @@ async def test_a_peer_that_is_banned_between_its_hello_and_the_core_stays_out(
     arrived, go_on = trio.Event(), trio.Event()
     check = control_protocol.ReceiptChecker.check
 
-    async def slowly(self: control_protocol.ReceiptChecker, envelopes: Any) -> Any:
+    async def slowly(self: control_protocol.ReceiptChecker, envelopes: Any, sender: Any) -> Any:
         arrived.set()
         await go_on.wait()
-        return await check(self, envelopes)
+        return await check(self, envelopes, sender)
 
     monkeypatch.setattr(control_protocol.ReceiptChecker, "check", slowly)
     async with served(folder) as run, client(run.invite) as one:

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Awaitable
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,7 @@ from swarm_coordinator.durability.run_files import load_manifest
 from swarm_coordinator.run_dir.checkpoint_files import CheckpointFolder
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.server import control_protocol, coordinator
+from swarm_coordinator.server.event_queue import EventQueue
 from swarm_coordinator.server.sessions import MAX_OUTBOX_BYTES, ClientSessions
 from swarm_coordinator.simulator.transcripts import simulated_transcript
 from swarm_coordinator.storage.admission_rows import read_admission
@@ -57,7 +59,15 @@ from swarm_shared.identity.invite import Invite
 from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.signed_manifest import open_manifest
 from swarm_shared.network import FramedStream, FrameLimits, open_node
-from swarm_shared.protocol import Goodbye, Heartbeat, MaskRequest, Receipts, Refused, Welcome
+from swarm_shared.protocol import (
+    Goodbye,
+    Heartbeat,
+    MaskRequest,
+    NotCounted,
+    Receipts,
+    Refused,
+    Welcome,
+)
 from swarm_shared.protocol.versions import VersionRange
 from swarm_shared.transfer.source import TransferSource
 from swarm_shared.transfer.transfer import fetch
@@ -123,6 +133,27 @@ async def test_a_welcome_carries_a_certificate_and_the_manifest_that_hold(
     assert open_manifest(base64.b64decode(answer.manifest), run.invite.organiser) == run.manifest
 
 
+async def test_a_client_that_attaches_again_and_again_is_to_wait(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control_protocol, "ATTACH_BURST", 3.0)
+    identity = Identity.generate()
+
+    async def attached(invite: Invite, identity: Identity) -> Welcome | Refused:
+        async with client(invite, identity) as one:
+            return await one.hello()
+
+    async with served(folder) as run:
+        answers = [await attached(run.invite, identity) for _ in range(5)]
+        assert [answer.kind for answer in answers] == ["welcome"] * 3 + ["refused"] * 2
+        refused = answers[-1]
+        assert isinstance(refused, Refused)
+        assert 0 < (refused.retry_seconds or 0) <= 5
+        assert sum("admitted" in line for line in run.lines) == 3
+        other = await attached(run.invite, Identity.generate())
+        assert other.kind == "welcome"  # others need not wait
+
+
 async def test_an_incompatible_client_is_refused_with_the_reason(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", admission__mode="token")
     async with served(folder) as run:
@@ -175,22 +206,58 @@ def receipt_of(signer: Identity, run: str) -> str:
     return receipt_for(signer, receipt)
 
 
-def forged_receipt(run: str) -> str:
-    raw = bytearray(base64.b64decode(receipt_of(Identity.generate(), run)))
+def forged_receipt(named: Identity, run: str) -> str:
+    raw = bytearray(base64.b64decode(receipt_of(named, run)))
     raw[-1] ^= 1  # in the signature
     return base64.b64encode(bytes(raw)).decode()
 
 
+async def test_one_large_message_of_a_session_waits_for_the_core_at_a_time(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sound, waits, stands = coordinator.Coordinator._handle_event, trio.Event(), trio.Event()
+    put: list[int] = []
+
+    async def slow(self: coordinator.Coordinator, event: Event) -> bool:
+        if isinstance(event, MessageReceived):
+            waits.set()
+            await stands.wait()
+        return await sound(self, event)
+
+    def counted(self: EventQueue, event: Event) -> Awaitable[list[Command]]:
+        put.append(1)
+        return put_and_wait(self, event)
+
+    put_and_wait = EventQueue.put_and_wait
+    monkeypatch.setattr(coordinator.Coordinator, "_handle_event", slow)
+    monkeypatch.setattr(EventQueue, "put_and_wait", counted)
+    large = NotCounted(step=Step(1), microbatches=(MicrobatchIndex(0),) * 10_000)
+    async with served(folder) as run, client(run.invite) as one:
+        await one.join()
+        for _ in range(3):
+            await one.send(large)
+        await one.send(MaskRequest(request=7, step=Step(1), microbatch=MicrobatchIndex(0)))
+        await waits.wait()
+        with trio.move_on_after(0.1):
+            await until(lambda: len(put) > 1)
+        assert len(put) == 1
+        stands.set()
+        while (await one.receive()).kind != "mask":
+            pass
+    assert len(put) == 3
+
+
 async def test_one_clients_nonsense_ends_its_session_only(folder: RunFolder) -> None:
+    named = Identity.generate()
     async with (
         served(folder) as run,
         client(run.invite) as honest,
-        client(run.invite) as forger,
+        client(run.invite, named) as forger,
         client(run.invite) as babbler,
     ):
         for one in (honest, forger, babbler):
             await one.join()
-        await forger.send(Receipts(receipts=(forged_receipt(run.invite.run_id),)))
+        await forger.send(Receipts(receipts=(forged_receipt(named, run.invite.run_id),)))
         answer = await forger.until(Refused)
         assert (answer.code, "signature" in answer.reason) == ("protocol", True)
         await forger.until_closed()

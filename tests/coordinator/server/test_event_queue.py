@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import trio
 import trio.testing
 
@@ -12,6 +13,7 @@ from swarm_coordinator.core.events import (
     SessionNumber,
     Tick,
 )
+from swarm_coordinator.server import event_queue
 from swarm_coordinator.server.event_queue import EVENT_BUFFER, EventQueue
 from swarm_shared.base.types import PeerId
 from swarm_shared.protocol import Heartbeat
@@ -55,3 +57,25 @@ async def test_a_session_that_ends_at_a_full_queue_takes_no_later_heartbeats_wit
         await trio.testing.wait_all_tasks_blocked()
         with trio.fail_after(5):
             assert (await taken(queue, EVENT_BUFFER + 1))[-1] == HeartbeatsReceived([beat(1)])
+
+
+async def test_no_more_heartbeats_wait_than_an_event_may_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(event_queue, "MAX_HEARTBEATS", 3)
+    queue, put = EventQueue(), 0
+
+    async def flood() -> None:
+        nonlocal put
+        for number in range(7):
+            await queue.put_heartbeat(beat(number))
+            put += 1
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(flood)
+        await trio.testing.wait_all_tasks_blocked()
+        assert put == 3
+        events = await taken(queue, 3)
+    heard = [one for event in events if isinstance(event, HeartbeatsReceived)
+             for one in event.heartbeats]  # fmt: skip
+    assert heard == [beat(number) for number in range(7)]

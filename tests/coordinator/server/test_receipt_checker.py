@@ -14,9 +14,9 @@ from kits.coordinator.shell_world import LIMITS, Client, client, make_run, serve
 from swarm_coordinator.core.events import VerdictRecord
 from swarm_coordinator.server import control_protocol
 from swarm_coordinator.server.control_protocol import ReceiptChecker
-from swarm_shared.base.errors import FrameError
+from swarm_shared.base.errors import FrameError, SignatureError
 from swarm_shared.base.transcript import Transcript
-from swarm_shared.base.types import RunId, Step
+from swarm_shared.base.types import PeerId, RunId, Step
 from swarm_shared.identity.credentials import Receipt
 from swarm_shared.protocol import CONTROL_PROTOCOL, Refused, Welcome
 from swarm_shared.trust.votes import Claim
@@ -66,6 +66,46 @@ async def test_what_a_liar_signs_later_does_not_push_out_the_evidence(
     assert checker.envelope(verdict(kit.FALSE)) == false
 
 
+def variants(count: int, **changes: object) -> list[str]:
+    """Receipts of one cell that contradict each other, all signed by its peer."""
+    transcripts = (kit.TRUE.model_copy(update={"gradient": f"{n:032x}"}) for n in range(count))
+    return [kit.receipt(RUN, transcript=transcript, **changes) for transcript in transcripts]
+
+
+async def test_a_peer_cannot_have_any_number_of_its_receipts_verified_and_kept() -> None:
+    checker = ReceiptChecker(RUN, most_microbatches=1)
+    signed = variants(20)
+    first = await checker.check(signed)
+    assert len(first) == 8
+    assert await checker.check(signed) == first
+    assert len(await checker.check(variants(20, step=Step(kit.STEP + 1)))) == 8
+    another = kit.receipt(RUN, peer=kit.FIRST.peer_id, signer=kit.FIRST)
+    assert len(await checker.check([another])) == 1
+
+
+async def test_a_receipt_that_cannot_count_is_not_verified() -> None:
+    [good] = variants(1)
+    forged = good.replace("AAAA", "AAAB") if "AAAA" in good else good[:-8] + "AAAA" + good[-4:]
+    with pytest.raises(SignatureError):
+        await ReceiptChecker(RUN).check([forged])
+    asked: list[tuple[PeerId, Step]] = []
+
+    def may_count(sender: PeerId, receipt: Receipt) -> bool:
+        asked.append((sender, receipt.step))
+        return False
+
+    sender = kit.FIRST.peer_id
+    assert await ReceiptChecker(RUN, may_count).check([good, forged], sender) == ()
+    assert asked == [(sender, kit.STEP)] * 2
+
+
+async def test_verified_receipts_of_steps_long_ago_are_forgotten() -> None:
+    checker = ReceiptChecker(RUN)
+    for step in range(1, 50):
+        await checker.check(variants(2, step=Step(step)))
+    assert sum(map(len, checker._verified.values())) == 6
+
+
 async def test_receipts_that_count_in_a_run_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,12 +131,12 @@ async def test_a_device_has_no_other_owner_than_the_one_whose_binding_it_shows(
     checked, waits, both = ReceiptChecker.check, trio.Event(), trio.Event()
 
     async def slow_for_the_first(
-        self: ReceiptChecker, envelopes: Sequence[str]
+        self: ReceiptChecker, envelopes: Sequence[str], sender: PeerId
     ) -> tuple[Receipt, ...]:
         if envelopes:
             waits.set()
             await both.wait()
-        return await checked(self, envelopes)
+        return await checked(self, envelopes, sender)
 
     monkeypatch.setattr(ReceiptChecker, "check", slow_for_the_first)
     answers: list[Welcome | Refused] = []

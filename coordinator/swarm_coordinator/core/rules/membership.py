@@ -94,7 +94,7 @@ def attach(run: RunState, event: PeerAttached, now: float) -> None:
     elif held is not None:
         run.hold(peer, held, hello.version)
         run.peers.claim(peer, hello.digest)
-        run.roster.dirty = True
+        roster.changed(run, peer.peer, now)
         run.note(f"{display(peer)} is back with stage {held}", peer.peer)
         round_membership.rejoin(run, peer.peer, held, hello.averaged_attempt)
         for receipt in event.receipts:

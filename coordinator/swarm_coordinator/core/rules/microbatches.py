@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from swarm_coordinator.core.events import LeaseResolved
+from swarm_coordinator.core.rules import roster
 from swarm_coordinator.core.rules.auditing import cleared_cells, verdicts
 from swarm_coordinator.core.state.leases import LeaseState
 from swarm_coordinator.core.state.peers import PeerPhase, PeerState, short
@@ -68,7 +69,8 @@ def record_heartbeat(run: RunState, peer: PeerState, message: Heartbeat, now: fl
     if peer.paused != message.paused:
         # Senders must learn of it before they send the peer anything else.
         run.peers.set_paused(peer, message.paused)
-        run.roster.dirty = True
+        if run.peers.holds_current(peer):
+            roster.changed(run, peer.peer, now)
     if message.arithmetic is not None:
         peer.arithmetic = message.arithmetic
     rates = peer.rates
@@ -216,6 +218,15 @@ def missing_stages(
 
 def complete(run: RunState, step: StepState) -> bool:
     return len(step.table) == len(numbers(run)) * run.manifest.stage_count
+
+
+def may_count(run: RunState, sender: PeerId, receipt: Receipt) -> bool:
+    """Whether a receipt that `sender` reports could be entered; before its signature is checked."""
+    last = run.history.version + 1 + run.manifest.training.staleness
+    if not run.history.version < receipt.step <= last or receipt.microbatch not in numbers(run):
+        return False
+    peer = run.peers.get(receipt.peer)
+    return receipt.peer == sender or (peer is not None and peer.stage == receipt.stage)
 
 
 def commit_relayed(run: RunState, receipt: Receipt, now: float) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from swarm_coordinator.core.rules import microbatches, round_membership
+from swarm_coordinator.core.rules import microbatches, roster, round_membership
 from swarm_coordinator.core.state.peers import PeerState, short
 from swarm_coordinator.core.state.run import RunState
 
@@ -32,6 +32,7 @@ class Release(StrEnum):
 
 def release(run: RunState, peer: PeerState, ends: Release, now: float) -> None:
     """End what a peer does for the run; see the module docstring."""
+    listed = run.peers.holds_current(peer)
     if ends is Release.MEMBERSHIP:
         del run.peers[peer.peer]
         run.steps.masks = [mask for mask in run.steps.masks if mask.peer != peer.peer]
@@ -45,7 +46,8 @@ def release(run: RunState, peer: PeerState, ends: Release, now: float) -> None:
     elif ends is Release.STAGE:
         run.peers.release_stage(peer)
         peer.early_receipts.clear()
-    run.roster.dirty = True
+    if listed:  # as most do not who attach and leave at once
+        roster.changed(run, peer.peer, now)
     _readmit(run)
 
 
@@ -56,5 +58,6 @@ def _readmit(run: RunState) -> None:
         peer = run.peers[peer_id]
         if peer.stage is None or not run.peers.ready(peer.stage):
             run.peers.readmit(peer)
+            run.roster.dirty = True
             if run.steps.current is not None:
                 run.steps.current.failure_counts.pop(peer_id, None)

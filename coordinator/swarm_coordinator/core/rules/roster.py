@@ -35,6 +35,14 @@ ADDRESS_ROSTER_SECONDS = 1.0
 """Minimum seconds between rosters that only change addresses. Every member receives each roster, so
 a peer whose network flickers would otherwise cost all members their bandwidth."""
 
+CHANGE_SECONDS = 10.0
+"""Seconds after which a change of a peer's part is forgotten: that it attached, paused or left."""
+
+MOST_CHANGES = 10
+"""Changes of one peer that are published at once. Further ones are published within
+ADDRESS_ROSTER_SECONDS, all together: a member could have all others sent hundreds of rosters a
+second."""
+
 RENEWED_ROSTER_SECONDS = 60.0
 """Minimum seconds between rosters that only renew certificates, which are not needed before the
 older ones expire."""
@@ -63,6 +71,21 @@ def update_addresses(run: RunState, peer: PeerState, message: AddressUpdate, now
     if message != peer.contact:
         run.peers.set_contact(peer, message)
         _publish_within(run, peer, ADDRESS_ROSTER_SECONDS, now)
+
+
+def changed(run: RunState, peer: PeerId, now: float) -> None:
+    """Have the next roster show that a peer takes part in another way, or no more."""
+    calm_at = max(now, run.roster.calm_at.get(peer, now)) + CHANGE_SECONDS
+    if calm_at - now > MOST_CHANGES * CHANGE_SECONDS:
+        run.roster.repeated = True
+        return
+    run.roster.calm_at[peer] = calm_at
+    run.roster.dirty = True
+
+
+def forget_changes(run: RunState, now: float) -> None:
+    """Forget the changes of long ago."""
+    run.roster.calm_at = {peer: at for peer, at in run.roster.calm_at.items() if at > now}
 
 
 def certificate_issued(run: RunState, event: CertificateIssued, now: float) -> None:
@@ -145,19 +168,22 @@ def publish(run: RunState, now: float) -> list[Command]:
             for stage in run.roster.stages
         )
         return _sent(run, kept, now)
+    dirty = run.roster.dirty or run.roster.repeated
     due = run.roster.due_at is not None and now >= run.roster.due_at
-    if not ((run.roster.dirty and not _can_wait(run, now)) or run.roster.revoked_dirty or due):
+    if not ((dirty and not _can_wait(run, now)) or run.roster.revoked_dirty or due):
         return []
-    run.roster.dirty, run.roster.due_at = False, None
+    run.roster.dirty, run.roster.repeated, run.roster.due_at = False, False, None
     return _sent(run, run.peers.roster(), now)
 
 
 def _can_wait(run: RunState, now: float) -> bool:
-    """Whether a large run's roster was sent recently, and no close in this batch needs a new
-    one."""
-    if len(run.peers) <= SMALL_RUN_PEERS:
-        return False
-    return now - run.roster.published_at < SPACING_PER_PEER_SECONDS * len(run.peers) and not any(
+    """Whether a roster of a large run, or before changes that repeat themselves, was sent recently,
+    and no close in this batch needs a new one."""
+    small = len(run.peers) <= SMALL_RUN_PEERS
+    spacing = 0.0 if small else SPACING_PER_PEER_SECONDS * len(run.peers)
+    if not run.roster.dirty:
+        spacing = max(spacing, ADDRESS_ROSTER_SECONDS)
+    return now - run.roster.published_at < spacing and not any(
         isinstance(command, Send | Broadcast) and isinstance(command.message, Close)
         for command in run.commands
     )

@@ -23,6 +23,10 @@ class RosterState:
     serial: int = 0
     dirty: bool = False
     """Whether the peers that take part have changed since the last roster."""
+    repeated: bool = False
+    """The same, by peers that change again and again what they do."""
+    calm_at: dict[PeerId, float] = field(default_factory=dict)
+    """When the changes of a peer are forgotten."""
     due_at: float | None = None
     """When changes that can wait are published at the latest."""
     published: Roster | None = None

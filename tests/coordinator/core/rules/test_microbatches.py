@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from kits.swarm_world.event_bench import Bench, joined
 from swarm_coordinator.core.events import AppliedStep, Command, Note, ReceiptsVerified
-from swarm_coordinator.core.rules.microbatches import pipeline_windows
+from swarm_coordinator.core.rules.microbatches import may_count, pipeline_windows
 from swarm_coordinator.core.rules.release import Release, release
 from swarm_coordinator.core.state.phases import RunPhase
-from swarm_shared.base.types import MicrobatchIndex, PeerId, Step
+from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
 from swarm_shared.identity.credentials import Receipt
 from swarm_shared.protocol import Lease, Leaving, Mask, MaskRequest, NotCounted, NotFinite
 from swarm_shared.scheduling.claimed_rates import MAX_RATE_OVER_MEDIAN
@@ -77,6 +77,21 @@ def test_a_receipt_that_cannot_be_right_does_not_count(changes: dict[str, Any]) 
     assert not bench.step().table
     bench.resolve("a0", 0, lease=0, receipts=(bench.receipt("a1", 0),))
     assert list(bench.step().table) == [(0, 1)]
+
+
+def test_only_a_receipt_that_could_count_is_worth_a_check_of_its_signature() -> None:
+    bench = joined("a0", "b0", "a1", "b1")
+
+    def worth(sender: str, of: str = "a0", **changes: Any) -> bool:
+        return may_count(bench.run, PeerId(sender), bench.receipt(of, 0, **changes))
+
+    assert worth("a0")
+    assert worth("a1")
+    assert not worth("a0", step=Step(2))
+    assert not worth("a0", microbatch=MicrobatchIndex(1000))
+    assert not worth("a1", stage=StageIndex(1))  # a0 holds another stage
+    assert not worth("a1", peer=PeerId("x"))
+    assert worth("x", peer=PeerId("x"))  # of a hello, before its peer is attached
 
 
 def test_receipts_of_a_peer_that_is_fetching_its_stage_anew_do_not_count() -> None:

@@ -8,6 +8,7 @@ from kits.memory import offers, takes
 from kits.swarm_world.event_bench import Bench
 from kits.swarm_world.facts import COORDINATOR
 from swarm_coordinator.core.events import Command, Restored
+from swarm_coordinator.core.rules.roster import MOST_CHANGES
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.transition import begin
 from swarm_shared.base.types import PeerId, Version
@@ -133,3 +134,16 @@ def test_the_status_shows_paused_peers() -> None:
     assert {peer.peer: peer.paused for peer in peers} == {
         "a0": False, "b0": False, "a1": False, "b1": True,
     }  # fmt: skip
+
+
+def test_a_peer_that_pauses_and_resumes_for_ever_has_no_roster_sent_each_time() -> None:
+    bench = Bench.trained(1)
+    for _ in range(MOST_CHANGES):
+        bench.pause("b0")
+        bench.resume("b0")
+    sent: list[Command] = []
+    for _ in range(100):
+        sent += bench.pause("b0") + bench.resume("b0")
+    assert bench.sent("a1", Roster, sent) == []
+    assert offered(bench, bench.pause("b0") + bench.tick(1.0))["b0"] is False
+    assert bench.sent("a1", Roster, bench.pause("b1"))  # those of others go out at once

@@ -9,7 +9,7 @@ from swarm_coordinator.core.rules.release import Release, release
 from swarm_coordinator.core.state.peers import PeerPhase
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_shared.base.types import MicrobatchIndex, PeerId, Step
-from swarm_shared.protocol import AbortRound, MaskRequest
+from swarm_shared.protocol import AbortRound, MaskRequest, Roster
 
 B0 = PeerId("b0")
 
@@ -75,3 +75,10 @@ def test_the_last_peer_of_a_stage_leaves_it_to_those_that_are_excluded(ends: Rel
     released(bench, ends)
     assert [peer.peer for peer in bench.run.peers.ready(0)] == ["a0"]
     assert not bench.step().failure_counts
+
+
+def test_a_peer_that_leaves_without_a_stage_is_no_reason_for_a_roster() -> None:
+    bench = Bench.trained(1)
+    bench.attach("x")
+    assert not bench.sent("a0", Roster, bench.lose("x") + bench.tick(1.0))
+    assert bench.sent("a0", Roster, bench.lose("b0"))
