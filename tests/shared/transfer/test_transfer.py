@@ -367,3 +367,22 @@ async def test_peers_that_keep_streams_open_keep_no_other_one_from_a_file(
             if reads:
                 await stream.receive()
         await net.fetch([source], content)
+
+
+async def test_of_sources_that_are_tried_alone_the_one_that_gave_most_is_the_first(
+    tmp_path: Path,
+) -> None:
+    """A source that sends wrong bytes, as slowly as it may, would take a day for a large state."""
+    content = content_of(12 * CHUNK_BYTES)
+    wrong = content_of(len(content), seed=2)
+    asked: list[int] = []
+
+    async def serve(request: ChunkRequest, stream: FramedStream) -> None:
+        asked.append(request.offset)
+        await trio.sleep(0.5)
+        await answer(request, stream, wrong)
+
+    async with network(tmp_path) as net:
+        slow = await net.impostor(liar(serve))
+        await net.fetch([slow, await net.holder(content)], content)
+    assert 1 <= len(asked) < 12
