@@ -140,6 +140,12 @@ def test_a_machine_that_is_too_small_for_a_stage_is_refused(chosen: int | None) 
     assert not bench.run.peers
 
 
+def test_a_peer_gets_the_stage_that_its_volunteer_chose_though_another_has_no_peer() -> None:
+    bench = joined("a0")
+    bench.request("b0", 1, wanted_stage=0)
+    assert bench.peer("b0").stage == 0
+
+
 @pytest.mark.parametrize("stage", [2, 500])
 def test_a_stage_that_does_not_exist_is_refused(stage: int) -> None:
     bench = Bench()

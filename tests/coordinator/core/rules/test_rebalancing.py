@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -62,6 +63,28 @@ def test_no_peer_moves_to_a_full_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(membership, "MAX_STAGE_PEERS", 1)
     bench.tick(PERIOD + 1.0)
     assert not bench.run.peers.movers
+
+
+@pytest.mark.parametrize(
+    ("longest_of_policy", "allowed"), [(math.inf, 30.0), (1000.0, 30.0), (20.0, 20.0)]
+)
+def test_no_peer_moves_whose_download_takes_longer_than_a_step_and_its_wait_or_the_policy_allows(
+    longest_of_policy: float, allowed: float
+) -> None:
+    """A step takes ten seconds here, and its close waits for twenty."""
+    bench = lopsided()
+    settings = bench.run.rebalancing.settings
+    bench.run.rebalancing.settings = replace(
+        settings, policy=replace(settings.policy, longest_download_seconds=longest_of_policy)
+    )
+    limits = bench.run.manifest.limits.model_copy(update={"join_hold_seconds": 20.0})
+    bench.run.manifest = bench.run.manifest.model_copy(update={"limits": limits})
+    assert bench.run.history.last_applied is not None
+    bench.run.history.last_applied = replace(bench.run.history.last_applied, seconds=10.0)
+    size = bench.run.rebalancing.stages[1].state_bytes
+    for peer, seconds in (("a", allowed + 1), ("b", allowed - 1), ("c", allowed + 2)):
+        bench.peer(peer).rates.download_bytes_per_second = size / seconds
+    assert decided(bench) == "b"
 
 
 def fetch_beside(bench: Bench, mover: str) -> AssignStage:
