@@ -143,9 +143,12 @@ def test_a_download_that_costs_more_than_the_move_gains_is_not_made() -> None:
     policy = MovePolicy(horizon_seconds=1000.0)
     cheap, dear = stage(1, state=100), stage(1, state=900)
     assert choose_moves([stage(0), cheap], fleet(5, 3), policy).moves
-    decision = choose_moves([stage(0), dear], fleet(5, 3), policy)
+    decision = choose_moves([stage(0), dear], fleet(7, 3), policy)
     assert decision.moves == ()
-    assert "not worth" in decision.reason
+    assert decision.reason == (
+        "2 move(s) could bring the pipeline from 3 to 5 microbatches/s (+66.7 %), which is not "
+        "worth their downloads"
+    )
 
 
 def test_a_gain_that_is_too_small_is_not_made() -> None:
