@@ -29,18 +29,19 @@ PERIOD = 60.0
 SHA = "a" * 64
 
 
-def lopsided(memory_bytes: int = 1000, at_stage_1: str = "d") -> Bench:
-    """Stage 0 has a, b and c, stage 1 has d alone; all make one microbatch/s. Version 1."""
+def lopsided(memory_bytes: int = 1000, at_stage_1: str = "d", at_stage_0: str = "abc") -> Bench:
+    """By default stage 0 has a, b and c, and stage 1 has d alone; all make one microbatch/s.
+    Version 1."""
     bench = Bench()
     policy = MovePolicy(period_seconds=PERIOD, rate_noise=0.0)
     settings = RebalancingSettings(RebalancingRule.THROUGHPUT, policy)
     bench.run.rebalancing = rebalancing_of(bench.manifest, settings)
-    for stage, peers in enumerate(("abc", at_stage_1)):
+    for stage, peers in enumerate((at_stage_0, at_stage_1)):
         for peer in peers:
             bench.request(peer, stage, memory=offers(memory_bytes), wanted_stage=stage)
             state = bench.peer(peer)
             state.profile = replace(state.profile, wanted_stage=None)  # it would be moved, too
-    for peer in ("a", "b", "c", *at_stage_1):
+    for peer in at_stage_0 + at_stage_1:
         bench.ready(peer)
     bench.one_step()
     assert bench.run.history.version == 1
@@ -189,17 +190,19 @@ def test_a_peer_without_room_for_both_gives_the_old_one_up_between_two_steps() -
 
 
 def test_a_loss_is_looked_at_at_once_and_each_stage_still_rests_for_its_period() -> None:
-    bench = lopsided(at_stage_1="def")
+    bench = lopsided(at_stage_0="abcgh", at_stage_1="def")
     bench.tick(PERIOD / 2)
     assert not bench.run.peers.movers
     bench.lose("e")
     bench.lose("f")
-    bench.tick(RebalancingSettings().loss_reaction_seconds + 2.0)
-    assert len(bench.run.peers.movers) == 1
+    reaction_seconds = RebalancingSettings().loss_reaction_seconds + 2.0
+    bench.tick(reaction_seconds)
     (mover,) = bench.run.peers.movers
     bench.lose(mover)
-    bench.tick(RebalancingSettings().loss_reaction_seconds + 2.0)
-    assert not bench.run.peers.movers
+    bench.tick(reaction_seconds)
+    assert not bench.run.peers.movers, "although four are at stage 0, and one at stage 1"
+    bench.tick(PERIOD)
+    assert len(bench.run.peers.movers) == 1
 
 
 def test_a_run_in_balance_gives_the_reason_for_no_move() -> None:
