@@ -6,6 +6,7 @@ import pytest
 
 from kits.swarm_world.event_bench import Bench, joined
 from swarm_coordinator.core.rules import held_up
+from swarm_coordinator.core.rules.closing import exclusions
 from swarm_coordinator.core.rules.round_membership import ABORT_BACKOFF_SECONDS
 from swarm_coordinator.core.state.peers import PeerPhase
 from swarm_coordinator.core.state.phases import RunPhase
@@ -69,6 +70,18 @@ def fetch_state(bench: Bench, peer: PeerId) -> None:
         bench.save(holder)
     bench.tick(2.25)
     bench.ready(peer)
+
+
+def test_a_step_is_closed_without_any_peer_but_one_that_has_left_or_is_the_last_of_its_stage() -> (
+    None
+):
+    bench = joined("a0", "b0", "a1")
+    found = [
+        exclusions.exclude(bench.run, bench.step(), PeerId(peer), bench.now)
+        for peer in ("gone", "a1", "a0", "a0", "b0")
+    ]
+    assert found == [False, False, True, False, False]
+    assert bench.run.peers.excluded == {"a0"}
 
 
 def test_one_that_most_owners_name_sits_out_alone_as_soon_as_they_are_most() -> None:

@@ -342,6 +342,9 @@ def test_a_download_that_ends_during_the_close_starts_over_after_it() -> None:
     assert bench.run.phase is RunPhase.CLOSING
     bench.ready("c0")
     assert bench.peer("c0").phase is PeerPhase.SYNCING
+    bench.failed("a0")
+    assert bench.run.phase is RunPhase.COLLECT
+    assert bench.sent("c0", AssignStage)[0].version == 1, "it is told so at once"
 
 
 def test_a_source_that_failed_is_not_named_again_at_once() -> None:

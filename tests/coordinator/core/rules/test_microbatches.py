@@ -447,3 +447,14 @@ def test_the_fastest_peer_that_counts_has_room_for_its_share_of_what_is_in_fligh
     least, most = pipeline_windows(stages, queue, pipelines)
     assert 1 <= least <= most <= queue
     assert most * MAX_RATE_OVER_MEDIAN <= queue or most == least
+
+
+def test_a_receipt_of_the_following_step_counts_before_its_signer_has_applied_this_one() -> None:
+    bench = joined("a0", "a1", staleness=1)
+    bench.fill()
+    bench.average_all()
+    assert bench.run.phase is RunPhase.APPLYING
+    bench.report("a0", 1)
+    bench.apply_all()
+    assert bench.step().step == 2
+    assert bench.step().table.held_by(PeerId("a0")) == ((1, 0),)
