@@ -149,7 +149,13 @@ def test_the_old_stage_is_served_until_a_step_is_applied_with_the_new_one() -> N
     assert bench.peer(mover).stage == 1
     assert bench.run.history.version == 2
     assert mover in {record.peer for record in bench.run.peers.roster()[1]}
-    assert told(bench)["made"] == 1
+    moved = {"made": 1, "bytes_moved": bench.state_bytes(1)}
+    assert moved.items() <= told(bench).items()
+    bench.request("new", 0, wanted_stage=0)
+    for holder in set("abc") - {mover}:
+        bench.save(holder)
+    assert bench.sent("new", AssignStage)
+    assert moved.items() <= told(bench).items(), "who joins moves nothing"
 
 
 def test_a_joining_peer_takes_a_lost_stage_that_another_peer_is_moving_to() -> None:

@@ -162,6 +162,10 @@ def test_a_gain_within_the_error_of_measured_rates_is_not_made() -> None:
     stages, peers = [stage(0), stage(1)], fleet(100, 98)
     assert choose_moves(stages, peers, replace(FREE, rate_noise=0.04)).moves == ()
     assert choose_moves(stages, peers, replace(FREE, rate_noise=0.02)).moves
+    # One peer alone is known no better than it is itself, however many the other stage has.
+    alone = [peer("alone", 1, 96.0), *fleet(100)]
+    assert choose_moves(stages, alone, replace(FREE, rate_noise=0.01)).moves == ()
+    assert choose_moves(stages, alone, replace(FREE, rate_noise=0.005)).moves
 
 
 def test_rates_that_flicker_do_not_send_a_peer_to_and_fro() -> None:
