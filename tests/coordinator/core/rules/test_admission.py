@@ -70,7 +70,7 @@ def where(address: str = "new", **changes: object) -> AddressUpdate:
 # ---------------------------------------------------------------- revoked
 
 
-def test_a_revoked_peer_receives_the_reason_and_its_session_ends() -> None:
+def test_a_revoked_peer_receives_the_reason_and_all_others_are_notified_at_once() -> None:
     bench = staffed()
     revoke(bench, "a1", reason="the organiser has banned this peer from the run: it cheats")
     [refused] = bench.sent("a1", Refused)
@@ -81,11 +81,6 @@ def test_a_revoked_peer_receives_the_reason_and_its_session_ends() -> None:
     assert bench.sent("a1", Roster) == []
     assert A1 not in bench.run.peers
     assert any("it cheats" in note.text for note in bench.commands(Note))
-
-
-def test_all_other_members_are_notified_of_a_revocation_at_once() -> None:
-    bench = staffed()
-    revoke(bench, "a1")
     for peer in ("a0", "b0", "b1"):
         [roster] = rosters(bench, peer)
         assert roster.revoked == ("a1",)

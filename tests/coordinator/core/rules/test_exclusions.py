@@ -91,11 +91,14 @@ def test_one_that_most_owners_name_sits_out_alone_as_soon_as_they_are_most() -> 
     assert excluded_after(bench, "c0", "f0") == {"f0"}
 
 
-def test_one_that_names_most_of_the_others_sits_out_alone() -> None:
+def test_one_that_names_most_of_the_others_sits_out_alone_and_the_pause_that_grew_ends() -> None:
     bench = closing()
     for accused in ("a0", "b0"):
         assert excluded_after(bench, "f0", accused) == set()
+    assert bench.step().close_not_before > bench.now + ABORT_BACKOFF_SECONDS
     assert excluded_after(bench, "f0", "c0") == {"f0"}
+    waits = bench.step().close_not_before - bench.now
+    assert waits <= max(ABORT_BACKOFF_SECONDS, bench.manifest.limits.receipt_interval_seconds)
 
 
 def test_after_an_hour_it_is_forgotten() -> None:
@@ -123,16 +126,6 @@ def test_members_that_see_the_same_failure_exclude_the_absent_one_at_the_first_a
     assert bench.run.peers.excluded == {"f0"}
     step = bench.step()
     assert step.close_not_before <= bench.now + ABORT_BACKOFF_SECONDS
-
-
-def test_an_exclusion_ends_the_pause_that_grows_with_failed_attempts() -> None:
-    bench = closing()
-    for accused in ("a0", "b0"):
-        excluded_after(bench, "f0", accused)
-    assert bench.step().close_not_before > bench.now + ABORT_BACKOFF_SECONDS
-    excluded_after(bench, "f0", "c0")
-    waits = bench.step().close_not_before - bench.now
-    assert waits <= max(ABORT_BACKOFF_SECONDS, bench.manifest.limits.receipt_interval_seconds)
 
 
 def test_liars_that_are_fewer_cannot_have_an_honest_member_blamed_alone() -> None:

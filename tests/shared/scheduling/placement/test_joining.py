@@ -182,17 +182,6 @@ def test_with_a_known_uplink_it_takes_of_the_slowest_stages_the_one_that_it_adds
     assert added(chosen) == pytest.approx(max(map(added, near)))
 
 
-@given(st.integers(3, 16), st.integers(1, 100), st.floats(1, 1.9e6))
-def test_a_peer_with_a_slow_uplink_takes_an_end_where_rates_are_equal(
-    stages: int, peers: int, up: float
-) -> None:
-    rows = pipeline([peers] * stages)
-    assert most_underserved_stage(rows[1:], offers(100), WORK, up) == stages - 1
-    assert most_underserved_stage(rows[1:], offers(100), WORK, 2e6) == 1, (
-        "a middle stage loses nothing"
-    )
-
-
 def test_a_slower_stage_comes_before_what_the_uplink_prefers() -> None:
     assert most_underserved_stage(pipeline([10, 9, 10]), offers(100), WORK, 1.0) == 1
     assert most_underserved_stage(pipeline([10, 0, 10]), offers(100), WORK, 1.0) == 1
