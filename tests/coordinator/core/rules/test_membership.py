@@ -12,6 +12,7 @@ from swarm_coordinator.core.events import (
     Command,
     HeartbeatsReceived,
     MessageReceived,
+    Note,
     PeerHeartbeat,
     Send,
     SessionNumber,
@@ -144,6 +145,8 @@ def test_a_peer_gets_the_stage_that_its_volunteer_chose_though_another_has_no_pe
     bench = joined("a0")
     bench.request("b0", 1, wanted_stage=0)
     assert bench.peer("b0").stage == 0
+    (note,) = (one.text for one in bench.commands(Note) if "takes stage" in one.text)
+    assert note.endswith("takes stage 0: the volunteer chose this stage")
 
 
 @pytest.mark.parametrize("stage", [2, 500])

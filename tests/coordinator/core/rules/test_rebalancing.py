@@ -83,8 +83,11 @@ def test_no_peer_moves_whose_download_takes_longer_than_a_step_and_its_wait_or_t
     assert bench.run.history.last_applied is not None
     bench.run.history.last_applied = replace(bench.run.history.last_applied, seconds=10.0)
     size = bench.run.rebalancing.stages[1].state_bytes
-    for peer, seconds in (("a", allowed + 1), ("b", allowed - 1), ("c", allowed + 2)):
-        bench.peer(peer).rates.download_bytes_per_second = size / seconds
+    for peer in "abc":
+        bench.peer(peer).rates.download_bytes_per_second = size / (allowed + 1)
+    bench.tick(PERIOD + 1.0)
+    assert not bench.run.peers.movers
+    bench.peer("b").rates.download_bytes_per_second = size / (allowed - 1)
     assert decided(bench) == "b"
 
 
