@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kits.swarm_world.event_bench import Bench, joined
 from swarm_coordinator.core.events import AppliedStep, Command, Note, ReceiptsVerified
-from swarm_coordinator.core.rules.microbatches import pipeline_windows
+from swarm_coordinator.core.rules.microbatches import inflight_windows, pipeline_windows
 from swarm_coordinator.core.rules.release import Release, release
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_shared.base.types import MicrobatchIndex, PeerId, Step
@@ -458,3 +458,13 @@ def test_a_receipt_of_the_following_step_counts_before_its_signer_has_applied_th
     bench.apply_all()
     assert bench.step().step == 2
     assert bench.step().table.held_by(PeerId("a0")) == ((1, 0),)
+
+
+@pytest.mark.parametrize("pipelines", [1, 2, 3])
+def test_one_trainer_keeps_as_much_in_flight_as_all_pipelines_need(pipelines: int) -> None:
+    bench = joined("a0", "b0", "c0", "a1")
+    for peer in ("b0", "c0")[pipelines - 1 :]:
+        bench.lose(peer)
+    queue = bench.manifest.limits.stage_queue
+    windows = pipeline_windows(2, queue, pipelines)
+    assert inflight_windows(bench.run, 1) == tuple(pipelines * each for each in windows)
