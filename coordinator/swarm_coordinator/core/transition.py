@@ -420,7 +420,7 @@ def _collect(run: RunState, step: StepState, now: float) -> None:
         step.complete_at = now
     hold_ends = step.complete_at + run.manifest.limits.join_hold_seconds
     held = now < hold_ends and bool(state_transfer.delayed_stages(run, now))
-    held = verdicts.delay_close(run, step, now) or held
+    held = verdicts.delay_close(run, step, step.complete_at, now) or held
     held = whole_audits.settle_contests(run, step, now) or held
     if now >= step.close_not_before:
         step_close.attribute_relayed(run, step, now)
@@ -465,7 +465,9 @@ def _evaluate(run: RunState, step: StepState, now: float) -> None:
         return
     if step.complete_at is None:
         step.complete_at = now
-    if verdicts.delay_close(run, step, now) or not microbatches.complete(run, step):
+    if verdicts.delay_close(run, step, step.complete_at, now) or not microbatches.complete(
+        run, step
+    ):
         return
     losses = [cell for (_, stage), cell in step.table.items() if stage == run.last_stage]
     tokens = sum(cell.tokens for cell in losses)

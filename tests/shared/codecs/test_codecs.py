@@ -55,6 +55,9 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
     if draw(st.booleans()):
         first = draw(st.integers(0, count - 1))
         values[first : first + draw(st.integers(1, 400))] = 0.0
+    if draw(st.booleans()):  # the largest is just below a power of two, to which it may be rounded
+        above = np.ldexp(np.float32(1), np.frexp(np.abs(values).max())[1])
+        values[np.abs(values).argmax()] = np.nextafter(above, np.float32(0))
     return torch.from_numpy(values)
 
 

@@ -62,9 +62,9 @@ def test_weights_of_the_step_that_ends_go_before_a_forward_of_the_next() -> None
 
 
 def test_an_audit_waits_for_a_few_computations_and_no_longer() -> None:
-    order = filled((Part.AUDIT, FIRST), *[(Part.FORWARD, FIRST)] * 9)
-    found = taken(order)
-    assert found.index(Part.AUDIT) == COMPUTATIONS_BEFORE_AUDIT
+    few = [Part.FORWARD] * COMPUTATIONS_BEFORE_AUDIT
+    order = filled(*[(Part.AUDIT, FIRST)] * 2, *[(Part.FORWARD, FIRST)] * (2 * len(few) + 1))
+    assert taken(order) == [*few, Part.AUDIT, *few, Part.AUDIT, Part.FORWARD]
     assert taken(filled((Part.AUDIT, FIRST), (Part.WEIGHT_GRADIENTS, FIRST))) == [
         Part.WEIGHT_GRADIENTS, Part.AUDIT,
     ]  # fmt: skip

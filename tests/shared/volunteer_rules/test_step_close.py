@@ -234,6 +234,7 @@ def test_a_step_that_cannot_be_applied_is_reported_and_the_stage_stays() -> None
     peer.run()
     report = last_report(peer)
     assert (report.ok, report.reset, report.reason) == (False, True, "it holds a NaN by now")
+    assert peer.account.closes(1), "others apply it: nothing more is added to it here"
     assert peer.decided == [DropPrepared()]
     assert peer.close.averaged_attempt is None
     peer.closes(0, attempt=2)

@@ -277,8 +277,7 @@ def lift(run: RunState, peer: PeerId, owner: PeerId | None, now: float) -> bool:
     if not ends_with_self_test(run, peer, owner, now):
         return False
     for key in run.held_time.refused((peer, owner or peer), now):
-        account = run.held_time.change(key, now)
-        account.refused_until, account.ends_with_self_test = now, False
+        run.held_time.change(key, now).refused_until = now
     run.note(f"{short(peer)} may take part again: its machine has passed a self-test", peer)
     return True
 

@@ -8,7 +8,7 @@ that most of their owners announced is used. The size of a state follows from th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from swarm_coordinator.core.state.checkpoints import SnapshotFile, StageSnapshots
 from swarm_coordinator.core.state.peers import PeerPhase, PeerState, owner_of
@@ -24,7 +24,7 @@ SNAPSHOT_HOLDERS = 3
 uplinks to fill a home downlink."""
 
 
-def voters_first(run: RunState, holders: list[PeerState]) -> list[PeerState]:
+def voters_first(run: RunState, holders: Sequence[PeerState]) -> list[PeerState]:
     """The holders in the same order, behind one of each owner that votes."""
     left = set(run.audits.voters({owner_of(holder) for holder in holders}))
     first: list[PeerState] = []

@@ -249,11 +249,10 @@ def _from_replicas(
     if (
         asked is None
         or asked.version != run.history.version
-        or not (asked_holders := _asked_holders(run, asked, peer))
+        or not (asked_holders := _asked_holders(run, asked))
         or (not asked.ready and now - asked.asked_at > SNAPSHOT_RETRY_SECONDS)
     ):
-        others = [holder for holder in run.peers.ready(stage) if holder is not peer]
-        if holders := snapshots.voters_first(run, others):
+        if holders := snapshots.voters_first(run, run.peers.ready(stage)):
             waiting = sum(p.transfer is not None for p in run.peers.bound_for(stage))
             most = min(MAX_SNAPSHOT_HOLDERS, max(snapshots.SNAPSHOT_HOLDERS, waiting))
             run.checkpoints.snapshots[stage] = snapshots.request(
@@ -271,13 +270,12 @@ def _from_replicas(
         _assign_from(run, peer, transfer, "snapshot", records, file, now)
 
 
-def _asked_holders(run: RunState, asked: StageSnapshots, peer: PeerState) -> list[PeerState]:
+def _asked_holders(run: RunState, asked: StageSnapshots) -> list[PeerState]:
     """The peers asked for a snapshot that hold the stage and take part in this step."""
     return [
         holder
         for one in asked.asked
         if (holder := run.peers.get(one)) is not None
-        and holder is not peer
         and holder.stage == asked.stage
         and run.peers.holds_current(holder)
     ]

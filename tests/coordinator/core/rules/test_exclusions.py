@@ -6,6 +6,7 @@ import pytest
 
 from kits.swarm_world.event_bench import Bench, joined
 from swarm_coordinator.core.rules import held_up
+from swarm_coordinator.core.rules.closing import exclusions
 from swarm_coordinator.core.rules.round_membership import ABORT_BACKOFF_SECONDS
 from swarm_coordinator.core.state.peers import PeerPhase
 from swarm_coordinator.core.state.phases import RunPhase
@@ -71,6 +72,18 @@ def fetch_state(bench: Bench, peer: PeerId) -> None:
     bench.ready(peer)
 
 
+def test_a_step_is_closed_without_any_peer_but_one_that_has_left_or_is_the_last_of_its_stage() -> (
+    None
+):
+    bench = joined("a0", "b0", "a1")
+    found = [
+        exclusions.exclude(bench.run, bench.step(), PeerId(peer), bench.now)
+        for peer in ("gone", "a1", "a0", "a0", "b0")
+    ]
+    assert found == [False, False, True, False, False]
+    assert bench.run.peers.excluded == {"a0"}
+
+
 def test_one_that_most_owners_name_sits_out_alone_as_soon_as_they_are_most() -> None:
     bench = closing()
     assert excluded_after(bench, "a0", "f0") == set()
@@ -78,11 +91,14 @@ def test_one_that_most_owners_name_sits_out_alone_as_soon_as_they_are_most() -> 
     assert excluded_after(bench, "c0", "f0") == {"f0"}
 
 
-def test_one_that_names_most_of_the_others_sits_out_alone() -> None:
+def test_one_that_names_most_of_the_others_sits_out_alone_and_the_pause_that_grew_ends() -> None:
     bench = closing()
     for accused in ("a0", "b0"):
         assert excluded_after(bench, "f0", accused) == set()
+    assert bench.step().close_not_before > bench.now + ABORT_BACKOFF_SECONDS
     assert excluded_after(bench, "f0", "c0") == {"f0"}
+    waits = bench.step().close_not_before - bench.now
+    assert waits <= max(ABORT_BACKOFF_SECONDS, bench.manifest.limits.receipt_interval_seconds)
 
 
 def test_after_an_hour_it_is_forgotten() -> None:
@@ -110,16 +126,6 @@ def test_members_that_see_the_same_failure_exclude_the_absent_one_at_the_first_a
     assert bench.run.peers.excluded == {"f0"}
     step = bench.step()
     assert step.close_not_before <= bench.now + ABORT_BACKOFF_SECONDS
-
-
-def test_an_exclusion_ends_the_pause_that_grows_with_failed_attempts() -> None:
-    bench = closing()
-    for accused in ("a0", "b0"):
-        excluded_after(bench, "f0", accused)
-    assert bench.step().close_not_before > bench.now + ABORT_BACKOFF_SECONDS
-    excluded_after(bench, "f0", "c0")
-    waits = bench.step().close_not_before - bench.now
-    assert waits <= max(ABORT_BACKOFF_SECONDS, bench.manifest.limits.receipt_interval_seconds)
 
 
 def test_liars_that_are_fewer_cannot_have_an_honest_member_blamed_alone() -> None:

@@ -530,6 +530,17 @@ def test_a_peer_that_holds_up_the_run_says_in_vain_that_it_has_passed_a_self_tes
     assert "held up the run" in refused.reason
 
 
+def test_after_a_passed_self_test_another_one_ends_no_refusal_of_a_peer_that_holds_up_the_run() -> (
+    None
+):
+    bench = collecting()
+    lost_an_audit(bench, LIAR)
+    assert held_up.lift(bench.run, PeerId(LIAR), None, bench.now)
+    spend(bench, LIAR, REFUSED_AT_SECONDS)
+    bench.tick(0.25)
+    assert [one.self_test for one in refusals(bench, LIAR)] == [False]
+
+
 refusals_in_force = st.lists(
     st.tuples(st.sampled_from(("peer", "owner")), st.booleans(), st.floats(1.0, 100.0)), max_size=4
 )

@@ -12,6 +12,7 @@ from swarm_coordinator.core.events import (
     Command,
     HeartbeatsReceived,
     MessageReceived,
+    Note,
     PeerHeartbeat,
     Send,
     SessionNumber,
@@ -138,6 +139,14 @@ def test_a_machine_that_is_too_small_for_a_stage_is_refused(chosen: int | None) 
     assert "offers" in refused.reason
     assert [c.peer for c in bench.commands(CloseSession)] == ["small"]
     assert not bench.run.peers
+
+
+def test_a_peer_gets_the_stage_that_its_volunteer_chose_though_another_has_no_peer() -> None:
+    bench = joined("a0")
+    bench.request("b0", 1, wanted_stage=0)
+    assert bench.peer("b0").stage == 0
+    (note,) = (one.text for one in bench.commands(Note) if "takes stage" in one.text)
+    assert note.endswith("takes stage 0: the volunteer chose this stage")
 
 
 @pytest.mark.parametrize("stage", [2, 500])
@@ -336,6 +345,9 @@ def test_a_download_that_ends_during_the_close_starts_over_after_it() -> None:
     assert bench.run.phase is RunPhase.CLOSING
     bench.ready("c0")
     assert bench.peer("c0").phase is PeerPhase.SYNCING
+    bench.failed("a0")
+    assert bench.run.phase is RunPhase.COLLECT
+    assert bench.sent("c0", AssignStage)[0].version == 1, "it is told so at once"
 
 
 def test_a_source_that_failed_is_not_named_again_at_once() -> None:

@@ -10,7 +10,11 @@ from hypothesis import strategies as st
 
 from kits.swarm_world.event_bench import Bench, joined
 from swarm_coordinator.core.events import AppliedStep, Command, Note, ReceiptsVerified
-from swarm_coordinator.core.rules.microbatches import may_count, pipeline_windows
+from swarm_coordinator.core.rules.microbatches import (
+    inflight_windows,
+    may_count,
+    pipeline_windows,
+)
 from swarm_coordinator.core.rules.release import Release, release
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
@@ -502,3 +506,24 @@ def test_the_fastest_peer_that_counts_has_room_for_its_share_of_what_is_in_fligh
     least, most = pipeline_windows(stages, queue, pipelines)
     assert 1 <= least <= most <= queue
     assert most * MAX_RATE_OVER_MEDIAN <= queue or most == least
+
+
+def test_a_receipt_of_the_following_step_counts_before_its_signer_has_applied_this_one() -> None:
+    bench = joined("a0", "a1", staleness=1)
+    bench.fill()
+    bench.average_all()
+    assert bench.run.phase is RunPhase.APPLYING
+    bench.report("a0", 1)
+    bench.apply_all()
+    assert bench.step().step == 2
+    assert bench.step().table.held_by(PeerId("a0")) == ((1, 0),)
+
+
+@pytest.mark.parametrize("pipelines", [1, 2, 3])
+def test_one_trainer_keeps_as_much_in_flight_as_all_pipelines_need(pipelines: int) -> None:
+    bench = joined("a0", "b0", "c0", "a1")
+    for peer in ("b0", "c0")[pipelines - 1 :]:
+        bench.lose(peer)
+    queue = bench.manifest.limits.stage_queue
+    windows = pipeline_windows(2, queue, pipelines)
+    assert inflight_windows(bench.run, 1) == tuple(pipelines * each for each in windows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -28,18 +29,19 @@ PERIOD = 60.0
 SHA = "a" * 64
 
 
-def lopsided(memory_bytes: int = 1000, at_stage_1: str = "d") -> Bench:
-    """Stage 0 has a, b and c, stage 1 has d alone; all make one microbatch/s. Version 1."""
+def lopsided(memory_bytes: int = 1000, at_stage_1: str = "d", at_stage_0: str = "abc") -> Bench:
+    """By default stage 0 has a, b and c, and stage 1 has d alone; all make one microbatch/s.
+    Version 1."""
     bench = Bench()
     policy = MovePolicy(period_seconds=PERIOD, rate_noise=0.0)
     settings = RebalancingSettings(RebalancingRule.THROUGHPUT, policy)
     bench.run.rebalancing = rebalancing_of(bench.manifest, settings)
-    for stage, peers in enumerate(("abc", at_stage_1)):
+    for stage, peers in enumerate((at_stage_0, at_stage_1)):
         for peer in peers:
             bench.request(peer, stage, memory=offers(memory_bytes), wanted_stage=stage)
             state = bench.peer(peer)
             state.profile = replace(state.profile, wanted_stage=None)  # it would be moved, too
-    for peer in ("a", "b", "c", *at_stage_1):
+    for peer in at_stage_0 + at_stage_1:
         bench.ready(peer)
     bench.one_step()
     assert bench.run.history.version == 1
@@ -62,6 +64,31 @@ def test_no_peer_moves_to_a_full_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(membership, "MAX_STAGE_PEERS", 1)
     bench.tick(PERIOD + 1.0)
     assert not bench.run.peers.movers
+
+
+@pytest.mark.parametrize(
+    ("longest_of_policy", "allowed"), [(math.inf, 30.0), (1000.0, 30.0), (20.0, 20.0)]
+)
+def test_no_peer_moves_whose_download_takes_longer_than_a_step_and_its_wait_or_the_policy_allows(
+    longest_of_policy: float, allowed: float
+) -> None:
+    """A step takes ten seconds here, and its close waits for twenty."""
+    bench = lopsided()
+    settings = bench.run.rebalancing.settings
+    bench.run.rebalancing.settings = replace(
+        settings, policy=replace(settings.policy, longest_download_seconds=longest_of_policy)
+    )
+    limits = bench.run.manifest.limits.model_copy(update={"join_hold_seconds": 20.0})
+    bench.run.manifest = bench.run.manifest.model_copy(update={"limits": limits})
+    assert bench.run.history.last_applied is not None
+    bench.run.history.last_applied = replace(bench.run.history.last_applied, seconds=10.0)
+    size = bench.run.rebalancing.stages[1].state_bytes
+    for peer in "abc":
+        bench.peer(peer).rates.download_bytes_per_second = size / (allowed + 1)
+    bench.tick(PERIOD + 1.0)
+    assert not bench.run.peers.movers
+    bench.peer("b").rates.download_bytes_per_second = size / (allowed - 1)
+    assert decided(bench) == "b"
 
 
 def fetch_beside(bench: Bench, mover: str) -> AssignStage:
@@ -125,7 +152,13 @@ def test_the_old_stage_is_served_until_a_step_is_applied_with_the_new_one() -> N
     assert bench.peer(mover).stage == 1
     assert bench.run.history.version == 2
     assert mover in {record.peer for record in bench.run.peers.roster()[1]}
-    assert told(bench)["made"] == 1
+    moved = {"made": 1, "bytes_moved": bench.state_bytes(1)}
+    assert moved.items() <= told(bench).items()
+    bench.request("new", 0, wanted_stage=0)
+    for holder in set("abc") - {mover}:
+        bench.save(holder)
+    assert bench.sent("new", AssignStage)
+    assert moved.items() <= told(bench).items(), "who joins moves nothing"
 
 
 def test_a_joining_peer_takes_a_lost_stage_that_another_peer_is_moving_to() -> None:
@@ -166,17 +199,19 @@ def test_a_peer_without_room_for_both_gives_the_old_one_up_between_two_steps() -
 
 
 def test_a_loss_is_looked_at_at_once_and_each_stage_still_rests_for_its_period() -> None:
-    bench = lopsided(at_stage_1="def")
+    bench = lopsided(at_stage_0="abcgh", at_stage_1="def")
     bench.tick(PERIOD / 2)
     assert not bench.run.peers.movers
     bench.lose("e")
     bench.lose("f")
-    bench.tick(RebalancingSettings().loss_reaction_seconds + 2.0)
-    assert len(bench.run.peers.movers) == 1
+    reaction_seconds = RebalancingSettings().loss_reaction_seconds + 2.0
+    bench.tick(reaction_seconds)
     (mover,) = bench.run.peers.movers
     bench.lose(mover)
-    bench.tick(RebalancingSettings().loss_reaction_seconds + 2.0)
-    assert not bench.run.peers.movers
+    bench.tick(reaction_seconds)
+    assert not bench.run.peers.movers, "although four are at stage 0, and one at stage 1"
+    bench.tick(PERIOD)
+    assert len(bench.run.peers.movers) == 1
 
 
 def test_a_run_in_balance_gives_the_reason_for_no_move() -> None:

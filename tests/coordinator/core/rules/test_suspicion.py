@@ -276,6 +276,18 @@ def test_a_replica_that_was_never_bitwise_equal_is_an_unlike_device_and_stays() 
     assert marked(bench) == {}
 
 
+def test_one_that_was_alone_in_its_stage_has_agreed_with_no_other_device() -> None:
+    bench = joined("a0", "a1")
+    applied_by_all(bench)
+    for peer in ("b0", "c0"):
+        bench.request(peer, 0, wanted_stage=0)
+        bench.save("a0")
+        bench.ready(peer)
+    applied_by_all(bench, a0="of another kind")
+    assert phase(bench, "a0") is PeerPhase.READY
+    assert marked(bench) == {}
+
+
 def test_two_replicas_that_differ_are_both_kept_without_a_majority() -> None:
     bench = joined("a0", "b0", "a1")
     applied_by_all(bench)

@@ -25,6 +25,7 @@ from swarm_coordinator.core.events import (
 from swarm_coordinator.core.rules import held_up
 from swarm_coordinator.core.rules.auditing import verdicts
 from swarm_coordinator.core.state.phases import RunPhase
+from swarm_coordinator.core.state.utilisation import Rejection
 from swarm_coordinator.core.trust.audits import MAX_IN_HAND, AuditBook, AuditSettings
 from swarm_coordinator.core.trust.samples import SampledTokens
 from swarm_coordinator.simulator.transcripts import simulated_transcript
@@ -639,6 +640,7 @@ def test_receipts_of_other_data_do_not_count_and_their_peer_takes_them_out() -> 
         assert bench.sent(peer, Drop)[-1].microbatches == (0,)
         bench.report(peer, 1)
     assert bench.step().table.filled(MicrobatchIndex(1)) == 2
+    assert bench.run.statistics.utilisation.rejected == {Rejection.OTHER_DATA: 2}
     bench.send("a0", Dropped(step=Step(1), stage=StageIndex(0), microbatches=(MicrobatchIndex(0),)))
     bench.report("a0", 0)
     assert bench.step().table.held_by(PeerId("a0"))

@@ -103,6 +103,8 @@ def check(table: PeerTable, history: RunHistory) -> None:
     carriers = {p.contact.carrier.peer for p in peers if p.contact.carrier is not None}
     assert {c for c in ("p2pd-0", "p2pd-1") if table.admits(PeerId(c))} == carriers
     assert table.excluded <= set(table)
+    for each in (p for p in peers if p.stage is not None):
+        assert table.record_of(each).accepts_work == (not each.leaving and not each.paused)
     unheld, idle = set(), set()
     for stage in map(StageIndex, range(STAGES)):
         ready = {

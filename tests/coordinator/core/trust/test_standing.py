@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from swarm_coordinator.core.events import StandingRecord
 from swarm_coordinator.core.trust import standing
@@ -13,7 +15,7 @@ from swarm_coordinator.core.trust.audits import (
     StepAudits,
 )
 from swarm_coordinator.core.trust.standing import restored_standings
-from swarm_shared.base.types import PeerId, Step
+from swarm_shared.base.types import PeerId, Step, Version
 
 NEW, OLD, OLDER, TRUSTED = (PeerId(name) for name in ("new", "old", "older", "trusted"))
 
@@ -72,6 +74,21 @@ def test_changed_standings_are_taken_once() -> None:
         StandingRecord(OLD, 4, 0, Step(7), 2),
     )
     assert audits.standings.take_changed() == ()
+
+
+@given(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9))
+def test_after_a_roll_back_no_standing_counts_a_step_that_was_taken_back(
+    vested: int, unvested_since: int, version: int
+) -> None:
+    audits = book()
+    known = audits.standings.change(OLD)
+    known.vested_step, known.unvested_since = Step(vested), Step(unvested_since)
+    audits.standings.take_changed()
+    audits.standings.roll_back(Version(version))
+    kept = unvested_since if unvested_since <= version else 0
+    assert (known.vested_step, known.unvested_since) == (min(vested, version), kept)
+    changed = {record.owner for record in audits.standings.take_changed()}
+    assert (OLD in changed) == ((known.vested_step, kept) != (vested, unvested_since))
 
 
 def test_of_too_many_owners_those_with_a_lost_audit_stay(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -563,15 +563,14 @@ def _is_overdue(run: RunState, order: Order, limit: float, now: float) -> bool:
     return not is_there or now - order.asked_at > limit
 
 
-def delay_close(run: RunState, step: StepState, now: float) -> bool:
-    """Whether a complete step waits for its audits; ends those that it does not wait for."""
-    if step.complete_at is None or run.phase not in (RunPhase.COLLECT, RunPhase.EVALUATING):
-        return False
+def delay_close(run: RunState, step: StepState, complete_at: float, now: float) -> bool:
+    """Whether a step, complete since `complete_at`, waits for its audits; ends those that it does
+    not wait for."""
     wait = max(HOLD_SECONDS, held_up.pace(step) * (0.5 + 3.5 * run.audits.settings.audit_share))
     waiting = False
     for audit in _current_audits(run, step, now):
         disputed = audit.disputed or audit.microbatch in step.audits.broken
-        since = max(step.complete_at, audit.opened_at)
+        since = max(complete_at, audit.opened_at)
         factor = DISPUTE_FACTOR if disputed else HIDDEN_FACTOR if audit.hidden else 1.0
         if now < since + wait * factor:
             waiting = True
