@@ -348,7 +348,7 @@ def _record_late_observation(
         parties = _charge_failure(run, peer, accused, relayed.since, relayed.until, now)
         exclusions.count_failure(run, step, parties, now, at_once=accused is peer)
     elif accused is not None and accused is not peer:
-        exclusions.observe(run, step, peer, accused, now)
+        exclusions.record_failed_average(run, step, peer, accused, now)
 
 
 def attribute_relayed(run: RunState, step: StepState, now: float) -> None:

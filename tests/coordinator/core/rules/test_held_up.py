@@ -174,7 +174,7 @@ def test_a_member_that_never_applies_is_refused_for_longer_each_time() -> None:
 def test_a_peer_that_leaves_before_it_is_refused_does_not_come_back_sooner() -> None:
     bench = collecting()
     for _ in range(2):
-        held_up.record_alone(bench.run, bench.peer(LIAR), bench.now)
+        held_up.record_held_up_alone(bench.run, bench.peer(LIAR), bench.now)
     bench.lose(LIAR)
     bench.tick(0.25)
     bench.attach(LIAR)
@@ -185,7 +185,7 @@ def test_a_last_holder_pauses_when_there_is_another_one_unless_it_is_forgotten()
     for hours, refused in ((0, True), (1, False)):
         bench = collecting("a0", "a1")
         for _ in range(2):
-            held_up.record_alone(bench.run, bench.peer("a0"), bench.now)
+            held_up.record_held_up_alone(bench.run, bench.peer("a0"), bench.now)
         bench.tick(3600.0 * hours + 0.25)
         assert not refusals(bench, "a0")
         bench.join("b0", 0)
@@ -521,8 +521,8 @@ def test_a_self_test_ends_all_refusals_that_are_in_force_or_none(
     now = bench.now + later
     before = held_up.refused_seconds(bench.run, peer, owner, now)
     in_force = [by_self_test for by_self_test, seconds in latest.values() if seconds > later]
-    lifted = held_up.lift(bench.run, peer, owner, now)
+    lifted = held_up.lift_refusal(bench.run, peer, owner, now)
     assert lifted == (bool(in_force) and all(in_force))
     after = held_up.refused_seconds(bench.run, peer, owner, now)
     assert after == (None if lifted else before)
-    assert not held_up.lift(bench.run, peer, owner, now), "there is nothing left to end"
+    assert not held_up.lift_refusal(bench.run, peer, owner, now), "there is nothing left to end"

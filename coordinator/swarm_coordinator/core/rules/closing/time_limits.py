@@ -68,7 +68,7 @@ def _time_out_apply(run: RunState, step: StepState, closing: CloseState, now: fl
         if peer is not None:
             charge_late_apply(run, step, closing, peer, now)
             if shared and not over:
-                held_up.record_alone(run, peer, now)
+                held_up.record_held_up_alone(run, peer, now)
         closing.remove_member(peer_id)
 
 
@@ -79,7 +79,7 @@ def charge_late_apply(
     if closing.members[peer.peer] in closing.last_applied_at:
         # Without most of the members, what applying takes here is unknown.
         most_at = closing.most_applied_at or closing.decided_at
-        free = held_up.free_until(step, closing.decided_at, most_at)
+        free = held_up.uncharged_until(step, closing.decided_at, most_at)
         held_up.charge(run, peer, free, now, now)
 
 
@@ -89,7 +89,7 @@ def charge_late_report(
     """Charge a member what its report came later than those of most members of its stage."""
     most_at = round_.most_reported_at.get(round_.members[peer.peer])
     if most_at is not None and peer.peer in round_.awaited:
-        free = held_up.free_until(step, round_.asked_at, most_at)
+        free = held_up.uncharged_until(step, round_.asked_at, most_at)
         if free < now:
             held_up.charge(run, peer, free, now, now)
 
@@ -154,7 +154,7 @@ def _charge_silent(
     most_at = round_.most_reported_at.get(stage)
     if peer is None:
         return
-    free = held_up.free_until(step, round_.asked_at, most_at or round_.asked_at)
+    free = held_up.uncharged_until(step, round_.asked_at, most_at or round_.asked_at)
     if most_at is not None:
         held_up.charge(run, peer, free, now, now)
         return
