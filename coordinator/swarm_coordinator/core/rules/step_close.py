@@ -62,7 +62,7 @@ def close_complete_stages(run: RunState, step: StepState, now: float) -> None:
     Only until a round of the step fails. Those that are open then wait for the whole table, since
     what failed may have to be settled first (`start_close`).
     """
-    size = len(microbatches.numbers(run))
+    size = len(microbatches.indices_of_step(run))
     if len(step.table) < size or step.failed_rounds or now < step.close_not_before:
         return
     settled = _settled_stages(run, step, size, now)
