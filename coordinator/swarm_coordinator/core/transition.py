@@ -92,8 +92,8 @@ from swarm_coordinator.core.state.run import CoordinatorStart, RunState, enter_p
 from swarm_coordinator.core.state.statistics import RunStatistics
 from swarm_coordinator.core.state.steps import StepsInProgress, StepState
 from swarm_coordinator.core.state.utilisation import UtilisationStats
+from swarm_coordinator.core.trust.arithmetic_classes import restored_classes
 from swarm_coordinator.core.trust.audits import AuditBook, no_audits
-from swarm_coordinator.core.trust.classes import restored_classes
 from swarm_coordinator.core.trust.standing import restored_standings
 from swarm_shared.base.types import Generation, PeerId
 from swarm_shared.protocol import (

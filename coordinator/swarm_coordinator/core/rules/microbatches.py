@@ -253,7 +253,7 @@ def _enter(run: RunState, receipt: Receipt, now: float) -> None:
         return
     cell = (receipt.microbatch, receipt.stage)
     first, last = receipt.stage == 0, receipt.stage == run.last_stage
-    if not run.audits.of_the_data(
+    if not run.audits.matches_the_data(
         receipt.step, receipt.microbatch, receipt.transcript, first=first, last=last
     ):
         # Its sender chose other data; the peer is to take them out, and may count it again.
