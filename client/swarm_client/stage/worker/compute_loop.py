@@ -89,7 +89,7 @@ class ComputeLoop:
         self._unread: deque[messages.WorkerRequest | None] = deque()
         """Messages received while computing; None is the end of the link."""
         runner.between_layers = self._stop_if_discarded
-        if runner.copies_aside:
+        if runner.copies_while_computing:
             runner.while_computing = self._fetch_next
 
     def run(self) -> None:
@@ -217,7 +217,7 @@ class ComputeLoop:
 
     def _weights(self, request: messages.RunWeights, started: float) -> messages.WeightsDone:
         self._answer_hashed()
-        counted = self._runner.weights(request.computation)
+        counted = self._runner.count_weights(request.computation)
         transcript = None
         if counted.is_hashed():
             transcript = counted.transcript()
