@@ -48,7 +48,7 @@ from swarm_shared.run.manifest import Manifest
 from swarm_shared.volunteer_rules.compute_order import ComputeOrder, Part
 
 HASH_WAIT_SECONDS = 0.002
-"""Between two looks for a message while a gradient is hashed and nothing else is to be done."""
+"""Seconds between two checks for a message while a gradient is hashed and no request waits."""
 
 _COMPUTING_CONTROLS = (
     messages.Uncommit,
@@ -57,7 +57,7 @@ _COMPUTING_CONTROLS = (
     messages.DigestSums,
     messages.ApplyUpdate,
 )
-"""The control requests that compute."""
+"""The control requests whose computing time counts towards the duty cycle."""
 
 Computation = messages.ComputeRequest | messages.RunWeights | messages.SaveKept | messages.RunAudit
 

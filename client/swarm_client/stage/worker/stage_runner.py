@@ -368,6 +368,7 @@ class StageRunner:
         return digests
 
     def discard(self, forward_request: int) -> None:
+        """Drop a microbatch that is prefetched, in flight or owed; unknown numbers are ignored."""
         self._fetched.pop(forward_request, None)
         self._in_flight.pop(forward_request, None)
         self._owed.pop(forward_request, None)
@@ -451,6 +452,7 @@ class StageRunner:
         MicrobatchInput,
         entry: Tensor | None, wire: bytearray, digests: Digests | None,
     ) -> BackwardResult:  # fmt: skip
+        """The last stage's forward and backward pass of one microbatch."""
         needs_backward = not parameter_set.stage.is_first or accumulate
         if not needs_backward:
             loss = self._passes.without_graph(parameter_set, inputs, entry)
@@ -466,6 +468,8 @@ class StageRunner:
         Graph,
         output_gradient: Tensor | None, kept: KeptMicrobatch, digests: Digests | None,
     ) -> BackwardResult:  # fmt: skip
+        """Run the backward pass of a graph. Accumulate the gradients of the parameters, leave those
+        of the weights owed, or compute none if the microbatch is not to be accumulated."""
         accumulator = parameter_set.accumulator
         if digests is None or not accumulator.contents.wants(microbatch, accumulate):
             self.finish_hashing()
