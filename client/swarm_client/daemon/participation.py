@@ -84,7 +84,6 @@ async def participate(
     all_made, may_attach = trio.Event(), trio.Event()
 
     async def run_device(place: int, resources: _DeviceResources) -> None:
-        """Make the volunteer of one device; run it once all are made and limited."""
         key, own_home, listen_on, options, report_own = resources
         async with (
             listening_node(key, listen_on, own_home, bandwidth) as node,
@@ -115,8 +114,7 @@ async def participate(
                     source, home, device_group, bandwidth, invite.run_id, report, probes
                 )
                 begun(device_group, governor)
-                # Before a device attaches: a Hello offers what the preferences leave.
-                await governor.tick()
+                await governor.tick()  # first: a Hello offers what the preferences leave
                 nursery.start_soon(governor.run)
                 may_attach.set()
             nursery.cancel_scope.cancel()
