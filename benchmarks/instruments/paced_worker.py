@@ -51,7 +51,7 @@ def main() -> None:
         [
             (StageRunner, StageRunner.forward, paced(forward_share)),
             (StageRunner, StageRunner.backward, paced(backward_share)),
-            (StageRunner, StageRunner.weights, paced(lambda _: PART_OF_WORK)),
+            (StageRunner, StageRunner.count_weights, paced(lambda _: PART_OF_WORK)),
         ]
     ):
         run_module(WORKER_MODULE, sys.argv[1:])

@@ -103,7 +103,7 @@ class StageAtWork:
 
     def _microbatch(self, index: int) -> None:
         number, step = self._number(index), Step(self._step)
-        if self._runner.copies_aside:  # as the worker's loop does
+        if self._runner.copies_while_computing:  # as the worker's loop does
             self._runner.while_computing = lambda: self._runner.prefetch(
                 self._number(index + 1), self._payload
             )
@@ -115,7 +115,7 @@ class StageAtWork:
         wire = self._answer(backward.input_gradient)
         self._runner.transcribe(number, backward, wire)
         if backward.owed is not None:
-            self._counted = self._runner.weights(number)
+            self._counted = self._runner.count_weights(number)
 
     def _number(self, index: int) -> int:
         """Return a request number that is unique across steps."""

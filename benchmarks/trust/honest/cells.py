@@ -124,7 +124,7 @@ def _count(
     """Count the microbatch, also where the gradients of the weights are left for later."""
     runner.transcribe(request, result, wire)
     if result.owed is not None:
-        runner.weights(request)
+        runner.count_weights(request)
 
 
 def _apply(runners: Sequence[StageRunner], steps: Sequence[StepRunner], step: Step) -> None:

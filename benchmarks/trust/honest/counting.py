@@ -73,7 +73,7 @@ class Counting:
             wire = slot[: runner.codec.write_input_gradient(result.input_gradient, slot)]
         transcript = runner.transcribe(request, result, wire)
         if result.owed is not None:
-            transcript = runner.weights(request).transcript()
+            transcript = runner.count_weights(request).transcript()
         assert transcript is not None, "each cell is counted once"
         return {"transcript": transcript.model_dump(), "loss_sum": loss_sum}
 

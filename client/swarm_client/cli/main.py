@@ -20,14 +20,14 @@ PROGRAM = "swarm-client"
 WELCOME = """\
 swarm-client lends this computer to the training of a large language model.
 
-  swarm-client doctor INVITE         checks this machine and the way to the run; changes nothing
-  swarm-client join INVITE           takes part, until you press Ctrl-C
-  swarm-client join INVITE --detach  takes part behind the terminal
-  swarm-client status                says what it does, or why it does nothing
-  swarm-client top                   shows it all on one screen, live
-  swarm-client pause --for 2h        leaves the machine to you; `resume` goes on
-  swarm-client leave                 hands its work over and stops
-  swarm-client service install       starts it by itself at every login
+  swarm-client doctor INVITE         checks this machine and the path to the run; changes nothing
+  swarm-client join INVITE           takes part until you press Ctrl-C
+  swarm-client join INVITE --detach  takes part in the background
+  swarm-client status                shows what the program does, or why it computes nothing
+  swarm-client top                   shows all of it live on one screen
+  swarm-client pause --for 2h        computes nothing for two hours; `resume` ends that
+  swarm-client leave                 hands the work over and leaves the run
+  swarm-client service install       starts the program at every login
 An INVITE is a line that begins with swarm1; the organiser of a run gives it to you.
 All commands: swarm-client --help"""
 

@@ -201,15 +201,14 @@ class Daemon:
     async def _take_part(self, join: JoinArguments) -> None:
         """Participate once, to the end; what comes next is in `_target` then."""
         finished = False
-        begun = None
         try:
             with trio.CancelScope() as self._participation_scope:
                 invite = Invite.decode(join.invite)
-                begun = await participate(
+                ended = await participate(
                     join, invite, self.home, self.identity, self._contribution, self.event,
                     self._begun, partial(self._admitted, join),
                 )  # fmt: skip
-                finished = begun.finished
+                finished = ended.finished
         except BaseException as error:
             expected = expected_error(error)
             if expected is None or self._foreground:

@@ -81,9 +81,9 @@ async def participate(
     budget_bytes = data_budget_bytes(source.current.preferences)
     data_cache = LeafCache(home.data_folder(invite.run_id), budget_bytes)
     made: dict[int, Volunteer] = {}
-    all_made, go = trio.Event(), trio.Event()
+    all_made, may_attach = trio.Event(), trio.Event()
 
-    async def live(place: int, resources: _DeviceResources) -> None:
+    async def run_device(place: int, resources: _DeviceResources) -> None:
         key, own_home, listen_on, options, report_own = resources
         async with (
             listening_node(key, listen_on, own_home, bandwidth) as node,
@@ -97,26 +97,26 @@ async def participate(
             volunteer = made[place] = Volunteer(context, worker)
             if len(made) == len(devices):
                 all_made.set()
-            await go.wait()
+            await may_attach.wait()
             nursery.start_soon(_report_admission, volunteer, admitted)
             await _take_part(volunteer, device_group, nursery)
 
     with closing(data_cache):
         async with trio.open_nursery() as nursery:
-            async with trio.open_nursery() as lives:
+            async with trio.open_nursery() as device_tasks:
                 for place, resources in enumerate(
                     _resources_per_device(join, home, identity, devices, source, report)
                 ):
-                    lives.start_soon(live, place, resources)
+                    device_tasks.start_soon(run_device, place, resources)
                 await all_made.wait()
                 device_group = DeviceGroup([made[place] for place in range(len(devices))])
                 governor = Governor(
                     source, home, device_group, bandwidth, invite.run_id, report, probes
                 )
                 begun(device_group, governor)
-                await governor.tick()
+                await governor.tick()  # first: a Hello offers what the preferences leave
                 nursery.start_soon(governor.run)
-                go.set()
+                may_attach.set()
             nursery.cancel_scope.cancel()
     return device_group
 
@@ -194,8 +194,10 @@ async def _report_admission(volunteer: Volunteer, admitted: Callable[[Membership
 async def _take_part(
     volunteer: Volunteer, device_group: DeviceGroup, nursery: trio.Nursery
 ) -> None:
-    """Run until the run is finished, this device has left, or it is refused while another
-    is not."""
+    """Run until the run is finished, this device has left, or the run refuses it.
+
+    The error of a refused device is raised only if no other device is active.
+    """
     nursery.start_soon(volunteer.use_directory)
     nursery.start_soon(volunteer.relay_policy.run)
     nursery.start_soon(volunteer.averager.run)

@@ -198,7 +198,9 @@ class Governor:
         volunteer.limit_network(
             own_transport_only=limits.own_transport_only, for_others=network_is_free
         )
-        volunteer.averager.worker.hold_back(P2PD_HELD_BACK if limits.own_transport_only else "")
+        volunteer.averager.averaging_worker.hold_back(
+            P2PD_HELD_BACK if limits.own_transport_only else ""
+        )
         cores = min(limits.cores or self._binding.available_cores, self._binding.available_cores)
         own_cores = max(1, cores // len(self._records))
         sharers = sum(one.device.name == device.name for one in self._records)

@@ -108,8 +108,8 @@ class StageServer:
     def hand_back(self) -> None:
         """While paused: cancel what is in flight, so that senders give it to other peers."""
         if self.paused:
-            for work in self._task_scopes:
-                work.cancel()
+            for scope in self._task_scopes:
+                scope.cancel()
 
     async def handle(self, stream: Stream) -> None:
         """Serve one sender until its stream ends."""
@@ -122,7 +122,7 @@ class StageServer:
         stream.assemble_within(self._begun, max(BEGUN_BYTES, queue_bytes))
         # Twice the credits: a request that was cancelled or answered a moment ago may still be
         # listed.
-        most = 2 * manifest.limits.edge_credits
+        max_requests = 2 * manifest.limits.edge_credits
         scopes: dict[int, trio.CancelScope] = {}
         try:
             async with trio.open_nursery() as nursery:
@@ -133,7 +133,7 @@ class StageServer:
                         if isinstance(message, StageCancel):
                             if message.request in scopes:
                                 scopes[message.request].cancel()
-                        elif isinstance(message, Forward) and len(scopes) >= most:
+                        elif isinstance(message, Forward) and len(scopes) >= max_requests:
                             raise ProtocolError(
                                 f"{stream.remote} has {len(scopes)} microbatches here, but "
                                 f"{manifest.limits.edge_credits} credits"
@@ -188,7 +188,8 @@ class StageServer:
         try:
             with scope:
                 refusal = await self._try_to_serve(stream, message, payload)
-                # It must not wait in memory until the sender takes the refusal.
+                # Drop the request's payload: it would stay in memory until the sender has taken the
+                # refusal.
                 payload = b""
                 if refusal is not None:
                     self.refused[refusal.reason] += 1
@@ -230,13 +231,13 @@ class StageServer:
         holding.in_flight += 1
         try:
             faults.inject_outage(FaultPoint.FORWARD, message.step)
-            work = _MicrobatchTask(holding, manifest.stage_count, message, payload)
-            answer = await self._run_task(work)
+            task = _MicrobatchTask(holding, manifest.stage_count, message, payload)
+            answer = await self._run_task(task)
             if answer is None:
                 # Not BUSY: a peer downstream may have counted it, and the sender must ask for a
                 # mask.
                 return refuse(RefusalReason.FAILED, PAUSED_DETAIL)
-            await self._send_answer(stream, work, answer)
+            await self._send_answer(stream, task, answer)
         except (RequestFailed, WorkerDied, MicrobatchAbandoned) as error:
             self._report_failure(stream.remote, holding, message, error)
             over = not holding.account.works_on(message.step)
@@ -246,12 +247,12 @@ class StageServer:
             holding.in_flight -= 1
         return None
 
-    async def _send_answer(self, stream: Stream, work: _MicrobatchTask, answer: _Answer) -> None:
-        header, gradient, step = answer.header, answer.gradient, work.message.step
-        update: dict[str, object] = {"uplink_seconds": self.uplink.microbatch_seconds(work.holding)}
+    async def _send_answer(self, stream: Stream, task: _MicrobatchTask, answer: _Answer) -> None:
+        header, gradient, step = answer.header, answer.gradient, task.message.step
+        update: dict[str, object] = {"uplink_seconds": self.uplink.microbatch_seconds(task.holding)}
         if gradient.owed:
             update["owing"] = (*header.owing, self.member.node.peer_id)
-            self.member.nursery.start_soon(self._count_later, stream.remote, work, answer)
+            self.member.nursery.start_soon(self._count_later, stream.remote, task, answer)
         header = header.model_copy(update=update)
         faults.inject_outage(FaultPoint.RECEIPT, step)
         faults.inject(FaultPoint.RECEIPT, step)
@@ -262,16 +263,17 @@ class StageServer:
         finally:
             gradient.release()
 
-    async def _count_later(self, sender: PeerId, work: _MicrobatchTask, answer: _Answer) -> None:
-        """Compute the gradients of the weights, and report the receipt."""
-        holding, message = work.holding, work.message
+    async def _count_later(self, sender: PeerId, task: _MicrobatchTask, answer: _Answer) -> None:
+        """Compute the gradients of the weights after the answer, and report the receipt, or that
+        there is none."""
+        holding, message = task.holding, task.message
         holding.owed += 1
         counted = False
         try:
             with trio.CancelScope() as scope:
                 self._task_scopes.add(scope)
                 try:
-                    counted = await work.count_later(answer)
+                    counted = await task.count_later(answer)
                 finally:
                     self._task_scopes.discard(scope)
         except (RequestFailed, WorkerDied) as error:
@@ -282,10 +284,10 @@ class StageServer:
             self.member.coordinator.send(
                 NotCounted(step=message.step, microbatches=(message.microbatch,))
             )
-        # Without a session they stay unreported: one that is being opened has sent its Hello, with
-        # the receipts of before, and reports these next.
+        # Without a session the receipts stay unreported. A session that is being opened has sent
+        # its Hello with the earlier receipts, and reports these next.
         if not holding.owed and self.holding is holding and self.member.coordinator.attached:
-            # The close of the step may wait for these.
+            # At once: the close of the step may wait for these receipts.
             batch = holding.account.take_unreported()
             if batch:
                 self.member.coordinator.send(Receipts(receipts=batch))
@@ -304,13 +306,13 @@ class StageServer:
             log.warning("stage %d: %s", message.stage, error)
             holding.memory.failed()
 
-    async def _run_task(self, work: _MicrobatchTask) -> _Answer | None:
+    async def _run_task(self, task: _MicrobatchTask) -> _Answer | None:
         """Run the task; None when this peer was paused before the gradient arrived."""
         answer = None
         with trio.CancelScope() as scope:
             self._task_scopes.add(scope)
             try:
-                answer = await work.run()
+                answer = await task.run()
             finally:
                 self._task_scopes.discard(scope)
         return answer
@@ -330,7 +332,7 @@ class StageServer:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """The answer to a sender, and what the account knows of it."""
+    """The answer to a sender, with what is needed to count the microbatch afterwards."""
 
     header: Backward
     gradient: Output
@@ -340,7 +342,7 @@ class _Answer:
 
 
 class _MicrobatchTask:
-    """One microbatch in this stage."""
+    """Computes one microbatch in this stage, by way of the stages after it."""
 
     def __init__(
         self, holding: Holding, stage_count: int, message: Forward, payload: Buffer
@@ -362,9 +364,10 @@ class _MicrobatchTask:
         return await self._run_middle_stage(computation, holding.next_stage)
 
     async def count_later(self, answer: _Answer) -> bool:
-        """Compute the gradients of the weights; whether the microbatch is counted."""
+        """Compute the gradients of the weights that `run` left for later; return whether the
+        microbatch is counted."""
         holding, gradient = self.holding, answer.gradient
-        done = await holding.worker.weights(gradient)
+        done = await holding.worker.count_weights(gradient)
         holding.meter.observe(answer.seconds, done.seconds)
         receipt = holding.account.finish(
             answer.computation, added=done.added, tokens=gradient.tokens,
@@ -399,7 +402,7 @@ class _MicrobatchTask:
         return self._answer(computation, gradient, seconds, answer.header.loss_sum, answer.header)
 
     def _check(self, answer: EdgeAnswer) -> None:
-        """MicrobatchAbandoned for an answer that no peer of the next stage can give."""
+        """Raise MicrobatchAbandoned for an answer that no honest peer of the next stage gives."""
         worker, header = self.holding.worker, answer.header
         if memoryview(answer.payload).nbytes != worker.sizes.output_gradient_bytes:
             raise MicrobatchAbandoned("the returned gradient has a wrong size")
@@ -428,7 +431,8 @@ class _MicrobatchTask:
         self, computation: Computation, gradient: Output, seconds: float, loss_sum: float,
         behind: Backward | None = None,
     ) -> _Answer:  # fmt: skip
-        """Record what is computed. `behind`: the answer of the next stage, if there is one."""
+        """Record the computation in the account; return the answer to the sender. `behind` is the
+        answer of the next stage, if there is one."""
         account, meter = self.holding.account, self.holding.meter
         self.holding.memory.computed()
         if gradient.owed:

@@ -60,7 +60,7 @@ class GroupAverager:
         organiser: PeerId,
         clock: Clock,
     ) -> None:
-        self.worker = worker
+        self.averaging_worker = worker
         self.stall_seconds = 10.0
         self.codec: AverageCodec = "none"
         self._roster = roster
@@ -106,10 +106,10 @@ class GroupAverager:
 
     async def _update_worker(self) -> None:
         self._host.hub.notify()
-        self.worker.admit(self._routes.admitted_p2pds())
+        self.averaging_worker.admit(self._routes.admitted_p2pds())
         own = self.carrier_address()
         if self._certificate is not None and own is not None:
-            self.worker.set_membership(
+            self.averaging_worker.set_membership(
                 SetMembership(
                     run=self._run,
                     organiser=self._organiser,
@@ -122,14 +122,14 @@ class GroupAverager:
 
     def carrier_address(self) -> CarrierAddress | None:
         """Addresses of this peer's p2pd, bound to its main key; None without p2pd."""
-        started = self.worker.started
+        started = self.averaging_worker.started
         if started is None:
             return None
         return self._routes.own_address(self._identity, started.p2pd_peer_id, started.addresses)
 
     def use_relays(self, addresses: Sequence[str]) -> None:
         """Let p2pd be reachable through these relays."""
-        self.worker.reconfigure(trusted_relays=addresses)
+        self.averaging_worker.reconfigure(trusted_relays=addresses)
 
     def links(self) -> tuple[LinkBytes, ...]:
         """Bytes carried by p2pd, per member of this peer's groups and kind of route."""
@@ -144,29 +144,29 @@ class GroupAverager:
         return sum(sent for sent, _ in self._carried_bytes.values())
 
     async def reduce(
-        self, worker: StageWorker, step: Step, attempt: int, reduction: Reduction
+        self, stage_worker: StageWorker, step: Step, attempt: int, reduction: Reduction
     ) -> None:
         """Sum this part of the gradient over the group into the result segment, or raise
         RoundFailed."""
         if self._attempt != (step, attempt):
             self._forget()
             self._attempt = step, attempt
-        spec = self._spec(worker, step, attempt, reduction)
-        offset = 0 if reduction.part == "own" else worker.configured.own_elements
+        spec = self._spec(stage_worker, step, attempt, reduction)
+        offset = 0 if reduction.part == "own" else stage_worker.configured.own_elements
         try:
-            if self.worker.available and len(reduction.members) > 1:
-                await self._in_worker(worker, spec, offset)
+            if self.averaging_worker.available and len(reduction.members) > 1:
+                await self._in_worker(stage_worker, spec, offset)
             else:
-                await self._in_daemon(worker, spec, offset)
+                await self._in_daemon(stage_worker, spec, offset)
         except RoundFailed as error:
             self._record_outcome(spec, error.links, self._route_faults(error), done=False)
             raise
 
     def _spec(
-        self, worker: StageWorker, step: Step, attempt: int, reduction: Reduction
+        self, stage_worker: StageWorker, step: Step, attempt: int, reduction: Reduction
     ) -> RoundSpec:
-        own, configured = reduction.part == "own", worker.configured
-        where = "tied" if not own else str(worker.stage)
+        own, configured = reduction.part == "own", stage_worker.configured
+        where = "tied" if not own else str(stage_worker.stage)
         return RoundSpec(
             f"{self._run[:16]}/{step}/{attempt}/{where}",
             reduction.members,
@@ -177,15 +177,15 @@ class GroupAverager:
         )
 
     async def digest(
-        self, worker: StageWorker, check: SumCheck, reduction: Reduction
+        self, stage_worker: StageWorker, check: SumCheck, reduction: Reduction
     ) -> SumDigests:
         """The digests of a reduction that is done, until its attempt is over. SwarmError where its
         data is lost."""
-        spec = self._spec(worker, check.step, check.attempt, reduction)
+        spec = self._spec(stage_worker, check.step, check.attempt, reduction)
         stops = tuple(part.stop for part in partition(spec))
         if not check.details:
             stops = stops[-1:]
-        found = await worker.digest_sums(check.step, reduction.part, check.seed, stops)
+        found = await stage_worker.digest_sums(check.step, reduction.part, check.seed, stops)
         part, result = (
             to_text(digest_sum(map(from_text, each))) for each in (found.parts, found.results)
         )
@@ -210,7 +210,7 @@ class GroupAverager:
         if kept is not None:
             return await trio.to_thread.run_sync(kept.digests, DigestKey(seed, part))
         request = DigestReceived(round_id=spec.round_id, seed=seed, part=part)
-        return await self.worker.digest_received(request)
+        return await self.averaging_worker.digest_received(request)
 
     def attempt_over(self, step: Step, attempt: int) -> None:
         """Drop what is kept of an attempt: there will be no check of its sums."""
@@ -220,16 +220,16 @@ class GroupAverager:
     def _forget(self) -> None:
         self._attempt = None
         self._received.clear()
-        self.worker.forget_rounds()
+        self.averaging_worker.forget_rounds()
 
-    async def _in_worker(self, worker: StageWorker, spec: RoundSpec, offset: int) -> None:
+    async def _in_worker(self, stage_worker: StageWorker, spec: RoundSpec, offset: int) -> None:
         """Run the round in the averaging worker. Streams that arrive at the host meanwhile are
         handed to it."""
         request = StartRound(
             spec=spec,
             members=self._routes.members(spec.members),
-            source_shm_name=worker.configured.gradients_name,
-            result_shm_name=worker.configured.result_name,
+            source_shm_name=stage_worker.configured.gradients_name,
+            result_shm_name=stage_worker.configured.result_name,
             offset_elements=offset,
             stall_seconds=self.stall_seconds,
             join_seconds=self.stall_seconds + MAX_OPENING_SECONDS,
@@ -237,17 +237,17 @@ class GroupAverager:
         tag = round_tag(spec.round_id)
         failure: RoundFailed | None = None
         # The group may come from a newer roster than the one applied here.
-        self.worker.admit(self._routes.admitted_p2pds())
+        self.averaging_worker.admit(self._routes.admitted_p2pds())
         with self._host.incoming(spec, tag) as arrivals:
             async with trio.open_nursery() as nursery:
 
                 async def hand_over() -> None:
                     while True:
-                        self.worker.hand_over(await arrivals.receive())
+                        self.averaging_worker.hand_over(await arrivals.receive())
 
                 nursery.start_soon(hand_over)
                 try:
-                    done = await self.worker.run_round(request)
+                    done = await self.averaging_worker.run_round(request)
                 except RoundFailed as error:
                     failure = error
                     arrivals.late_abort_frame = abort_frame(spec, tag, error)
@@ -256,11 +256,11 @@ class GroupAverager:
             raise failure
         self._record_outcome(spec, done.links, done.faults, done=True)
 
-    async def _in_daemon(self, worker: StageWorker, spec: RoundSpec, offset: int) -> None:
-        with self.worker.round_in_daemon(spec.round_id, self._routes.p2pds(spec.members)):
+    async def _in_daemon(self, stage_worker: StageWorker, spec: RoundSpec, offset: int) -> None:
+        with self.averaging_worker.round_in_daemon(spec.round_id, self._routes.p2pds(spec.members)):
             links = await all_reduce_in_memory(
-                spec, self._host, worker.configured.gradients_name,
-                worker.configured.result_name, offset, self._received,
+                spec, self._host, stage_worker.configured.gradients_name,
+                stage_worker.configured.result_name, offset, self._received,
                 stall_seconds=self.stall_seconds,
                 join_seconds=self.stall_seconds + MAX_OPENING_SECONDS,
             )  # fmt: skip

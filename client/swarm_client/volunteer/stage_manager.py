@@ -131,17 +131,19 @@ class StageManager:
             with contextlib.suppress(RequestFailed):  # a failed computation has taken out none
                 done = await worker.uncommit(order.step, order.microbatches)
             if not done:
+                # Before: no receipt outlives its gradient. Again after: a microbatch that was
+                # accumulated meanwhile is gone, too, and must not be signed.
                 account.emptied(order.step)
                 await worker.reset_accumulator(order.step)
                 account.emptied(order.step)
         except WorkerDied:
-            return  # its tenure ends, and the coordinator forgets what it had counted
+            return  # the tenure ends, and the coordinator clears what this peer had counted
         except RequestFailed as error:
             # The step is over, and its accumulator empty.
             self.context.report(f"step {order.step} is over: {error}")
         finally:
             self._dropping -= _cost(order)
-        # What was computed meanwhile was of an accumulator that still had them.
+        # Again: a computation that ended before the removal may have found them in the accumulator.
         account.removed(order.step, order.microbatches)
         self._dropped(order)
 

@@ -57,7 +57,8 @@ log = logging.getLogger(__name__)
 
 
 class Volunteer:
-    """`run` drives it. `worker` carries its all-reduces."""
+    """One volunteer. `run` takes part until the run ends or the volunteer leaves; its other methods
+    carry out what users, the governor and the session ask for."""
 
     def __init__(self, context: VolunteerContext, worker: AveragingWorker) -> None:
         invite, node, report = context.invite, context.node, context.report
@@ -388,8 +389,8 @@ class Volunteer:
     # ---- memory that does not suffice (`swarm_client.volunteer.memory_shortage`)
 
     async def _hand_over_stages(self) -> None:
-        """Hand each stage over for which the device has too little memory; wait, where no other
-        one fits."""
+        """Hand over each stage that the device has too little memory for; pause if no other stage
+        fits."""
         shortage = self.context.options.shortage
         while True:
             await shortage.wait_begun()
@@ -398,7 +399,7 @@ class Volunteer:
             self.attachment.leave_until_resumed()
 
     def _wait_for_memory(self, seconds: float) -> None:
-        """Pause for so many seconds, or where they are 0, until more is offered."""
+        """Pause for this time; 0: until the preferences offer more memory."""
         why = "no stage of this run fits the memory that is left"
         if not seconds:
             self.context.report(f"{why}; waiting until the preferences leave more")

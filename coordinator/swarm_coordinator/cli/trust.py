@@ -11,7 +11,7 @@ import click
 
 from swarm_coordinator.cli.arguments import RUN_DIR
 from swarm_coordinator.core.events import StandingRecord, VerdictRecord
-from swarm_coordinator.core.trust.classes import Machine, groups
+from swarm_coordinator.core.trust.arithmetic_classes import Machine, groups
 from swarm_coordinator.durability.run_files import database_location, load_manifest, load_settings
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.storage.database import database_exists, open_for_reading

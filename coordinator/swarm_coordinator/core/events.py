@@ -311,8 +311,9 @@ class StandingsRecord:
 
 @dataclass(frozen=True, slots=True)
 class AgreementRecord:
-    """Two machines of a stage that computed the same bits (`swarm_coordinator.core.trust.classes`);
-    the lesser one by peer and device comes first."""
+    """Two machines of a stage that computed the same bits
+    (`swarm_coordinator.core.trust.arithmetic_classes`); the lesser one by peer and device comes
+    first."""
 
     stage: StageIndex
     peer: PeerId

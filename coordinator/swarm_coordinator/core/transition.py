@@ -93,8 +93,8 @@ from swarm_coordinator.core.state.run import CoordinatorStart, RunState, enter_p
 from swarm_coordinator.core.state.statistics import RunStatistics
 from swarm_coordinator.core.state.steps import StepsInProgress, StepState
 from swarm_coordinator.core.state.utilisation import UtilisationStats
+from swarm_coordinator.core.trust.arithmetic_classes import restored_classes
 from swarm_coordinator.core.trust.audits import AuditBook, no_audits
-from swarm_coordinator.core.trust.classes import restored_classes
 from swarm_coordinator.core.trust.standing import restored_standings
 from swarm_shared.base.types import Generation, PeerId
 from swarm_shared.protocol import (
@@ -200,7 +200,7 @@ def transition(run: RunState, event: Event, now: float) -> list[Command]:
     ):
         _advance(run, now)
     if rosters := roster.publish(run, now):
-        # Behind Welcome and records, and ahead of the work that relies on it.
+        # After a Welcome and all records, before the leases, closes and masks that need them.
         relying = (i for i, command in enumerate(run.commands) if _relies_on_roster(command))
         at = next(relying, len(run.commands))
         run.commands[at:at] = rosters
@@ -282,12 +282,12 @@ def _dispatch(run: RunState, event: Event, now: float) -> None:
     elif isinstance(event, PeerEvent):
         peer = _session_peer(run, event.peer, event.session)
         if peer is not None:
-            _from_peer(run, peer, event, now)
+            _handle_peer_event(run, peer, event, now)
     else:
         assert_never(event)
 
 
-def _from_peer(
+def _handle_peer_event(
     run: RunState,
     peer: PeerState,
     event: PeerEvent,
@@ -307,17 +307,17 @@ def _from_peer(
     elif isinstance(event, SumsStated):
         step_close.sums_stated(run, peer, event, now)
     else:
-        _message(run, peer, event, now)
+        _handle_message(run, peer, event, now)
 
 
-def _message(run: RunState, peer: PeerState, event: MessageReceived, now: float) -> None:
+def _handle_message(run: RunState, peer: PeerState, event: MessageReceived, now: float) -> None:
     message = event.message
     if isinstance(message, AddressUpdate):
         roster.update_addresses(run, peer, message, now)
     elif isinstance(message, StageRequest):
         membership.choose_stage(run, peer, message, now)
     elif isinstance(message, MaskRequest):
-        microbatches.ask_mask(run, peer, message, now)
+        microbatches.queue_mask_request(run, peer, message, now)
     elif isinstance(message, NotCounted):
         microbatches.not_counted(run, peer, message)
     elif isinstance(message, RoundReport):
@@ -344,8 +344,8 @@ def _message(run: RunState, peer: PeerState, event: MessageReceived, now: float)
 
 
 def _carry_out_verdicts(run: RunState, now: float) -> None:
-    """Take out of averages what was found wrong, remove the peers whose owners have lost an audit,
-    and let those without inputs sit out."""
+    """Abort the averages that contain cells found wrong, remove the peers of owners that have lost
+    an audit, and exclude from the step those that withheld inputs from their auditors."""
     round_membership.retract(run, now)
     for peer, reason in verdicts.take_expelled(run):
         held_up.send_refusal(run, peer, run.peers[peer].profile.owner, reason, now)
@@ -388,14 +388,14 @@ def _advance(run: RunState, now: float) -> None:
     if run.audits.expelled or run.audits.withholding or run.audits.retracted:
         _carry_out_verdicts(run, now)
     if run.stop_requested_at is not None:
-        _stop(run, run.stop_requested_at, now)
+        _continue_stopping(run, run.stop_requested_at, now)
     if run.phase is RunPhase.WAITING:
         departure.release_leavers(run, now)
-        _next(run, now)
+        _leave_waiting(run, now)
 
 
 def _advance_step(run: RunState, now: float) -> None:
-    """Apply the rules of the step in progress."""
+    """Apply the rules of the steps in progress: masks, leases, and the close or the evaluation."""
     microbatches.answer_masks(run, now)
     if run.stop_requested_at is not None:
         return
@@ -403,12 +403,13 @@ def _advance_step(run: RunState, now: float) -> None:
     if ahead is not None:
         microbatches.lease_open_microbatches(run, ahead, now)
     if step is not None and run.phase is RunPhase.COLLECT:
-        _collect(run, step, now)
+        _advance_collection(run, step, now)
     elif step is not None and run.phase is RunPhase.EVALUATING:
-        _evaluate(run, step, now)
+        _advance_evaluation(run, step, now)
 
 
-def _collect(run: RunState, step: StepState, now: float) -> None:
+def _advance_collection(run: RunState, step: StepState, now: float) -> None:
+    """Lease what is missing; once the table is complete, start the close unless it is delayed."""
     microbatches.begin_ahead(run, step, now)
     if not microbatches.complete(run, step):
         microbatches.lease_open_microbatches(run, step, now)
@@ -419,21 +420,21 @@ def _collect(run: RunState, step: StepState, now: float) -> None:
     if step.complete_at is None:
         step.complete_at = now
     hold_ends = step.complete_at + run.manifest.limits.join_hold_seconds
-    held = now < hold_ends and bool(state_transfer.delayed_stages(run, now))
-    held = verdicts.delay_close(run, step, step.complete_at, now) or held
-    held = whole_audits.settle_contests(run, step, now) or held
+    delayed = now < hold_ends and bool(state_transfer.delayed_stages(run, now))
+    delayed = verdicts.delay_close(run, step, step.complete_at, now) or delayed
+    delayed = whole_audits.settle_contests(run, step, now) or delayed
     if now >= step.close_not_before:
         step_close.attribute_relayed(run, step, now)
     if not microbatches.complete(run, step):
         return
-    held = whole_audits.renew(run, step, now) or held
-    if held:
+    delayed = whole_audits.renew(run, step, now) or delayed
+    if delayed:
         step_close.close_complete_stages(run, step, now)
     elif now >= step.close_not_before:
         step_close.start_close(run, step, now)
 
 
-def _next(run: RunState, now: float) -> None:
+def _leave_waiting(run: RunState, now: float) -> None:
     """Go from WAITING to the next step, to the evaluation, or to the end."""
     if run.stop_requested_at is not None:
         return
@@ -458,7 +459,8 @@ def _next(run: RunState, now: float) -> None:
         microbatches.begin_step(run, now)
 
 
-def _evaluate(run: RunState, step: StepState, now: float) -> None:
+def _advance_evaluation(run: RunState, step: StepState, now: float) -> None:
+    """Lease what is missing of the held-out microbatches; once all are counted, record the loss."""
     if not microbatches.complete(run, step):
         microbatches.lease_open_microbatches(run, step, now)
         speculation.lease_stragglers(run, step, now)
@@ -514,9 +516,9 @@ def _say_run_is_over(run: RunState, peer: PeerId) -> None:
     run.commands.append(CloseSession(peer))
 
 
-def _stop(run: RunState, requested_at: float, now: float) -> None:
-    """Stop on the organiser's request: let a close end, store a checkpoint, disconnect the
-    peers."""
+def _continue_stopping(run: RunState, requested_at: float, now: float) -> None:
+    """Do what is due now to stop on the organiser's request: let a close end, store a checkpoint,
+    then disconnect the peers."""
     if run.phase is RunPhase.STOPPING:
         return
     if run.phase is RunPhase.FINISHED:  # and was so at the start: nothing is in progress

@@ -120,7 +120,9 @@ def run_command_line(
         hint = ""
         if isinstance(error, click.UsageError) and error.ctx is not None:
             hint = f" (see `{error.ctx.command_path} --help`)"
-        return _print_error(program, f"{error.format_message()}{hint}", USAGE_EXIT_CODE)
+        # click lists the choices of a missing option on lines of their own, each with a tab.
+        message = error.format_message().replace("\n\t", " ")
+        return _print_error(program, f"{message}{hint}", USAGE_EXIT_CODE)
     except (KeyboardInterrupt, click.Abort):
         return INTERRUPTED_EXIT_CODE
     except BrokenPipeError:

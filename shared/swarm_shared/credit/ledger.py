@@ -17,17 +17,23 @@ line before as text (the first line's: 64 zeros), a line break, and the line wit
 Owners have no lines of their own: an owner's total is the sum over all peers bound to its key,
 added up by the reader.
 
-The ledger proves that the numbers follow from the steps and the verdicts; that each verdict follows
-from what the audited peer and its auditors have signed; that every step holds every microbatch
-exactly once in every stage; that an owner has signed for each of its devices; and that the
-organiser stands by exactly these lines: a kept ledger exposes a later one with a different past. It
-cannot prove that the organiser recorded truthfully which peer counted a microbatch, how many owners
-could vote, that a lie about an average follows from the statements whose signatures are checked, or
-since when a loser's credit is void; nor that a device agreed to its owner, as its
-connection showed. Volunteers sign a receipt for each microbatch,
-which the coordinator checks and does not keep: half a kilobyte for every microbatch and stage adds
-up to gigabytes in a run of ten thousand steps. A volunteer can compare its own count with the
-ledger's.
+The ledger proves that
+
+- the totals follow from the steps and the verdicts;
+- each verdict of an audit follows from what the audited peer and its auditors have signed;
+- every step counts every microbatch exactly once in every stage;
+- an owner has signed for each of its devices;
+- the organiser has signed exactly these lines: a ledger that was kept exposes a later one with a
+  different past.
+
+It does not prove
+
+- which peer counted a microbatch: volunteers sign a receipt for each, which the coordinator checks
+  and does not keep, as half a kilobyte for every microbatch and stage is gigabytes in a run of ten
+  thousand steps. A volunteer can compare its own count with the ledger's;
+- how many owners could vote on an audit, and since when the credit of an owner that lost is void;
+- that a lie about an average follows from the signed statements: only their signatures are checked;
+- that a device agreed to its owner: the coordinator saw that on the device's connection.
 """
 
 from __future__ import annotations
@@ -284,13 +290,13 @@ class _Check:
             found = json.loads(content)
             if not isinstance(found, dict):
                 raise ValueError("it is no object")
-            told = found.pop("digest", None)
+            stated_digest = found.pop("digest", None)
             line = ledger_lines.validate_json(json.dumps(found), strict=True)
         except ValidationError as error:
             raise ProtocolError(first_error(error)) from error
         except (ValueError, RecursionError) as error:
             raise ProtocolError(f"it is no line of a ledger: {error}") from error
-        if self._chain.put(line) != content or told != self._chain.digest:
+        if self._chain.put(line) != content or stated_digest != self._chain.digest:
             raise ProtocolError(
                 "its digest does not follow from it and from the line before: one of the two was "
                 "changed"
@@ -337,7 +343,7 @@ class _Check:
         chained = next((one for one in (owner, device) if self._is_chained(one)), None)
         if chained is not None:
             raise ProtocolError(
-                f"{chained} is the owner of others and has an owner; a row would be in another"
+                f"{chained} is the owner of other devices and has an owner; an owner must have none"
             )
 
     def _is_chained(self, peer: PeerId) -> bool:

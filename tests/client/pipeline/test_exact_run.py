@@ -89,7 +89,7 @@ class Churning:
         self.dice.shuffle(self.owed)
         while self.owed and more():
             peer, request = self.owed.pop()
-            peer.runner.weights(request)
+            peer.runner.count_weights(request)
 
     def _owe(self, peer: Peer, result: BackwardResult, wire: bytes | None) -> None:
         if result.owed is not None:

@@ -123,7 +123,7 @@ class RecordingWorker:
         added = self._add(microbatch, accumulate)
         return Output(request, gradient, TOKENS, 0.01, loss_sum, added, TRANSCRIPT)
 
-    async def weights(self, handle: Output) -> WeightsDone:
+    async def count_weights(self, handle: Output) -> WeightsDone:
         assert self.owes is not None
         await self.owes.wait()
         if self.fails:

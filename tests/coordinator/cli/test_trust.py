@@ -18,7 +18,7 @@ from swarm_coordinator.core.events import (
     StandingsRecord,
     VerdictRecord,
 )
-from swarm_coordinator.core.trust.classes import AGREED_CELLS
+from swarm_coordinator.core.trust.arithmetic_classes import AGREED_CELLS
 from swarm_coordinator.durability.run_files import load_manifest
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_shared.base.types import MicrobatchIndex, RunId, StageIndex, Step

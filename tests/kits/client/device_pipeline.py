@@ -85,7 +85,7 @@ class Pipeline:
         for runner in self.runners:
             if runner.stage.is_last:
                 payload = memoryview(bytearray(bytes(payload) + targets.tobytes()))
-            if runner.copies_aside:
+            if runner.copies_while_computing:
                 runner.prefetch(self._requests, payload)
             result = runner.forward(self._requests, step, index, True, payload)
             if isinstance(result, ForwardResult):
@@ -107,7 +107,7 @@ class Pipeline:
                 payload = wire = _sent(owner.codec.write_input_gradient, host)
             owner.transcribe(self._requests, result, wire)
             if result.owed is not None:
-                owner.weights(self._requests)
+                owner.count_weights(self._requests)
 
     def _close(self, step: Step) -> list[str]:
         tokens = MICROBATCHES * self._manifest.tokens_per_microbatch

@@ -255,7 +255,7 @@ class Bench:
         commands: Commands = []
         for stage in self.run.stage_indices:
             peer = min(p.peer for p in self.run.peers.ready(stage))
-            commands += self.report(peer, *microbatches.numbers(self.run))
+            commands += self.report(peer, *microbatches.indices_of_step(self.run))
         return commands
 
     def attempt_of(self, peer: str) -> int:

@@ -48,6 +48,23 @@ def test_an_error_is_one_sentence_and_its_exit_code(
     assert written.count("program: error:") == bool(sentence)
 
 
+def test_the_choices_of_a_missing_option_are_one_readable_line(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    @click.group()
+    def group() -> None: ...
+
+    @group.command("log")
+    @click.option("--to", type=click.Choice(["jsonl", "wandb"]), required=True)
+    def log(to: str) -> None: ...
+
+    assert run_command_line(group, "program", ["log"]) == 2
+    assert capfd.readouterr().err == (
+        "program: error: Missing option '--to'. Choose from: jsonl, wandb (see `program log "
+        "--help`)\n"
+    )
+
+
 def test_what_a_remote_says_neither_steers_the_terminal_nor_begins_a_line(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

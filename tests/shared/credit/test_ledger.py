@@ -241,7 +241,7 @@ def test_a_ledger_without_owners_has_a_row_for_each_peer() -> None:
         ({VERA.peer_id: bound(VERA, VERA)}, "bound to itself"),
         (
             {FIRST.peer_id: bound(VERA, FIRST), VERA.peer_id: bound(SECOND, VERA)},
-            "is the owner of others and has an owner",
+            "is the owner of other devices and has an owner; an owner must have none",
         ),
     ],
     ids=["stolen", "anothers", "idle", "no-envelope", "no-base64", "itself", "a-chain"],

@@ -30,6 +30,8 @@ from swarm_shared.base.types import PeerId
 logger = logging.getLogger(__name__)
 
 MAX_PARKED = 256
+"""Waiting streams of all remotes together; streams of a current round's members are not limited by
+it."""
 MAX_PARKED_PER_REMOTE = 8
 """Waiting streams per remote. A member opens one stream per round and reducer; attempts, and routes
 tried in parallel, may overlap a little. The window that its carrier grants bounds the unread bytes
@@ -38,10 +40,15 @@ PARK_SECONDS = 30.0
 """Seconds that a stream may wait for its round; longer than any member waits for another to
 join."""
 MAX_UNADMITTED = 8
+"""Remotes that may be held at a time before they are admitted, each with one stream."""
 UNADMITTED_SECONDS = 5.0
+"""Seconds for which such a stream is held; rosters reach all members within about that time."""
 HELLO_SECONDS = 5.0
+"""Seconds in which a stream must send its hello once it is read."""
 LATE_ABORT_SECONDS = 1.0
+"""Seconds in which a late member must read why its round failed."""
 _MAX_FINISHED = 64
+"""Rounds whose end is remembered, so that their late streams are answered at once."""
 
 
 @dataclass(slots=True, eq=False)

@@ -146,6 +146,9 @@ def _not_finite(spec: RoundSpec, member: int | None) -> RoundFailed:
 
 
 class _Round:
+    """This member's part in one attempt at a round: a member of every other reducer, and the
+    reducer of its own slice."""
+
     def __init__(
         self,
         spec: RoundSpec,
@@ -170,7 +173,7 @@ class _Round:
         self._failure: RoundFailed | None = None
         self._work_scope = anyio.CancelScope()
         self._arrivals: IncomingStreams | None = None
-        # Pieces that were received and not summed yet, per index in the group.
+        # Pieces that were received and are not summed yet, by the member's index in the group.
         window = spec.window_pieces
         self._inboxes = [
             anyio.create_memory_object_stream[EncodedPiece](window) for _ in spec.members
@@ -204,6 +207,7 @@ class _Round:
         self._inboxes.clear()
 
     async def _work(self, pumps: anyio.abc.TaskGroup) -> None:
+        """Exchange with all reducers and reduce the own slice; returns when both are complete."""
         others = [i for i in range(len(self.spec.members)) if i != self._me]
         reducers = [i for i in others if self._slices[i].pieces]
         senders = others if self._slices[self._me].pieces else []
@@ -246,6 +250,7 @@ class _Round:
         )
 
     async def _guarded(self, function: Callable[..., Awaitable[None]], *arguments: object) -> None:
+        """Run a task of the round; an error of it fails the round instead of the task group."""
         try:
             await function(*arguments)
         except RoundFailed as failure:
@@ -256,6 +261,7 @@ class _Round:
             self._fail(RoundFailed(str(error), failure=RoundFailure.STOPPED))
 
     async def _send_aborts(self, failure: RoundFailed) -> None:
+        """Send the failure to all members that have not reported one themselves."""
         with anyio.move_on_after(ABORT_GRACE_SECONDS):
             async with anyio.create_task_group() as ends:
                 for link in self._attendance.links:
@@ -286,9 +292,10 @@ class _Round:
             await link.pumped.wait()
 
     async def _join(self, peer: PeerId, pumps: anyio.abc.TaskGroup) -> MemberLink:
-        """Open a stream to a reducer and wait until that has accepted it.
+        """Open a stream to a reducer and wait until the reducer has accepted it.
 
-        One of p2pd's that soon ends instead is opened again, a few times.
+        A stream that its carrier loses within REOPENING_SECONDS is opened again, up to
+        STREAMS_PER_REDUCER streams in all.
         """
         for left in reversed(range(STREAMS_PER_REDUCER)):
             link = await self._open(peer, pumps)
@@ -325,6 +332,7 @@ class _Round:
         return self._add_link(link, pumps)
 
     async def _send_parts(self, link: MemberLink, credit: anyio.Semaphore) -> None:
+        """Send this member's part of the reducer's slice, piece by piece, within the credit."""
         part = self._slices[link.peer_index]
         for piece in range(part.pieces):
             await credit.acquire()
@@ -342,6 +350,7 @@ class _Round:
             raise NotFiniteError(self._me) from error
 
     async def _take_sums(self, link: MemberLink, credit: anyio.Semaphore) -> None:
+        """Write the reducer's sums into `result`; each one that arrives gives a credit back."""
         part = self._slices[link.peer_index]
         codec = self.spec.codec
         for piece in range(part.pieces):
@@ -359,7 +368,7 @@ class _Round:
                 payload = np.empty(header.payload_bytes, np.uint8).data
                 await link.receive_into(payload, stop - start)
                 if not payload_is_valid(payload, stop - start, codec):
-                    raise link.violated("sent a sum that its bytes do not make")
+                    raise link.violated("sent a sum whose bytes are not what its codec writes")
                 decode = partial(self._decode_sum, header.exponent, payload, target_P, link)
             credit.release()
             await self._off_loop(decode, stop - start)
@@ -413,7 +422,7 @@ class _Round:
             payload = np.empty(header.payload_bytes, np.uint8).data
             await link.receive_into(payload, stop - start)
             if not payload_is_valid(payload, stop - start, codec):
-                raise link.violated("sent a piece that its bytes do not make")
+                raise link.violated("sent a piece whose bytes are not what its codec writes")
             encoded = EncodedPiece(header.exponent, payload)
             if self._received is not None:
                 self._received.keep(member, encoded)

@@ -60,7 +60,7 @@ class Output:
     transcript: Transcript | None = None
     """Of the gradient in the accumulator, if the microbatch is in it."""
     owed: bool = False
-    """Whether the gradients of the weights are yet to be computed (`StageWorker.weights`)."""
+    """Whether the gradients of the weights are yet to be computed (`StageWorker.count_weights`)."""
     _release: Callable[[], None] | None = field(default=None, repr=False)
 
     def release(self) -> None:

@@ -136,7 +136,7 @@ class StageWorker:
         handle.release()
         self._rpc.post(messages.Discard(request=handle.request))
 
-    async def weights(self, handle: Output) -> messages.WeightsDone:
+    async def count_weights(self, handle: Output) -> messages.WeightsDone:
         """Compute and accumulate what an `owed` output has left. Cancelling the call discards
         it."""
         request = messages.RunWeights(computation=handle.request)

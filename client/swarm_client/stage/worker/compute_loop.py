@@ -48,7 +48,7 @@ from swarm_shared.run.manifest import Manifest
 from swarm_shared.volunteer_rules.compute_order import ComputeOrder, Part
 
 HASH_WAIT_SECONDS = 0.002
-"""Between two looks for a message while a gradient is hashed and nothing else is to be done."""
+"""Seconds between two checks for a message while a gradient is hashed and no request waits."""
 
 _COMPUTING_CONTROLS = (
     messages.Uncommit,
@@ -57,7 +57,7 @@ _COMPUTING_CONTROLS = (
     messages.DigestSums,
     messages.ApplyUpdate,
 )
-"""The control requests that compute."""
+"""The control requests whose computing time counts towards the duty cycle."""
 
 Computation = messages.ComputeRequest | messages.RunWeights | messages.SaveKept | messages.RunAudit
 
@@ -89,7 +89,7 @@ class ComputeLoop:
         self._unread: deque[messages.WorkerRequest | None] = deque()
         """Messages received while computing; None is the end of the link."""
         runner.between_layers = self._stop_if_discarded
-        if runner.copies_aside:
+        if runner.copies_while_computing:
             runner.while_computing = self._fetch_next
 
     def run(self) -> None:
@@ -217,7 +217,7 @@ class ComputeLoop:
 
     def _weights(self, request: messages.RunWeights, started: float) -> messages.WeightsDone:
         self._answer_hashed()
-        counted = self._runner.weights(request.computation)
+        counted = self._runner.count_weights(request.computation)
         transcript = None
         if counted.is_hashed():
             transcript = counted.transcript()

@@ -63,14 +63,15 @@ class OwedWeights:
 
 
 class CountedWeights:
-    """What became of owed weights. Their gradient may still be hashed when they are counted."""
+    """The result of `StageRunner.count_weights`. The gradient may still be hashed in the
+    background, and `transcript` waits for that."""
 
     def __init__(
         self, *, added: bool, transcribe: Callable[[], Transcript | None],
         hashing: Future[str] | None = None,
     ) -> None:  # fmt: skip
         self.added = added
-        """Whether it was this that added them to the sums."""
+        """Whether this call added the gradient; False if the accumulator had it already."""
         self._transcribe = functools.cache(transcribe)
         self._hashing = hashing
 

@@ -5,8 +5,8 @@ Owns the budget. Counts the graphs in flight and what is owed; both are the runn
 `swarm_shared.run.graph_sizes`.
 
 The budget is what was free when the stage was taken. In the host's memory other programs may take
-it later, and no allocation fails before the system stands still or ends a program. So every
-computation looks at what is free, and no more than that is used.
+it later, and allocations do not fail: the system slows down or ends a program instead. So what is
+free is measured before every computation, and no more than that is used.
 """
 
 from __future__ import annotations
@@ -56,23 +56,25 @@ class GraphMemory:
         return self.measured
 
     def offer(self, budget_bytes: int, host_bytes: int) -> bool:
-        """Replace what graphs may take from now on; those that do not fit are dropped. Returns
-        whether it is less than before.
+        """Replace the memory that graphs may take from now on; graphs that do not fit are dropped.
+        Returns whether it is less than before.
 
-        On the host it is never more than at the start, by which the system bounds the process.
+        In the host's memory it is never more than at the start: the operating system limits the
+        process by that.
         """
         self.host_bytes = host_bytes
         if self._host is not None:
             budget_bytes = min(budget_bytes, self._first_bytes)
         before_bytes = self._offered_bytes
-        if budget_bytes != before_bytes:  # else what a shortage has left of it counts
+        if budget_bytes != before_bytes:  # an unchanged offer does not end a shortage
             self.budget_bytes = self._offered_bytes = self._limit_bytes = budget_bytes
             if self.measured is not None:
                 self.make_room(0)
         return budget_bytes < before_bytes
 
-    def look(self) -> None:
-        """See how much of the budget is there at the moment; drop what does not fit any more."""
+    def measure_free(self) -> None:
+        """Measure how much of the budget is free at the moment; drop graphs that do not fit any
+        more."""
         self._limit_bytes = self.budget_bytes
         if self._host is None or self.measured is None:
             return
@@ -85,11 +87,12 @@ class GraphMemory:
             self._limit_to(self._host.spare_bytes())
 
     def _limit_to(self, spare_bytes: int) -> None:
-        there_bytes = self._used_bytes() + spare_bytes
-        self._limit_bytes = min(self.budget_bytes, max(0, there_bytes))
+        available_bytes = self._used_bytes() + spare_bytes
+        self._limit_bytes = min(self.budget_bytes, max(0, available_bytes))
 
     def room_bytes(self) -> int:
-        """Return the bytes that the graphs in flight leave of what was there at the last look."""
+        """Return the bytes that the graphs in flight leave of what was free at the last
+        measurement."""
         return self._limit_bytes - self._used_bytes()
 
     def _used_bytes(self) -> int:
@@ -182,4 +185,4 @@ class GraphMemory:
         """Try after a step whether the memory that was short is there again."""
         more_bytes = int(self.budget_bytes * KEPT_AGAIN)
         self.budget_bytes = min(self._offered_bytes, more_bytes)
-        self.look()
+        self.measure_free()

@@ -80,8 +80,8 @@ class BackwardResult:
 
 @dataclass(frozen=True, slots=True)
 class ComputedAgain:
-    """What one microbatch gives: the output_BTD (on the last stage the loss), the
-    input_gradient_BTD (None on stage 0), and the gradients of the parameters."""
+    """Results of computing one microbatch a second time: the output_BTD (on the last stage the
+    loss), the input_gradient_BTD (None on stage 0), and the gradients of the parameters."""
 
     output: Tensor
     input_gradient: Tensor | None
@@ -108,7 +108,9 @@ class StageRunner:
             manifest, stage_index, accelerator, kept_budget_bytes, streamed_bytes
         )
         if self.parameter_sets.weights is not None:
-            compile_backend = None  # a product with a copy ahead cannot be compiled
+            # Streamed weights are copied to the device ahead of each product, which torch.compile
+            # cannot express.
+            compile_backend = None
         self.layout = self.parameter_sets.layout
         self.version = Version(0)
         self.codec = PayloadCodec(manifest, self.sizes, self.stage.is_first, self.stage.is_last)
@@ -117,13 +119,15 @@ class StageRunner:
         self._in_flight: dict[int, InFlight] = {}
         self._owed: dict[int, OwedWeights] = {}
         self._counted: CountedWeights | None = None
-        """Whose gradient may still be hashed."""
-        # A device with memory of its own refuses what is not there; the host's system does not.
+        """The microbatch counted last, whose gradient may still be hashed in the background."""
+        # A device with memory of its own refuses allocations that do not fit. The host's system
+        # does not, so that free memory has to be measured there.
         host = None if accelerator.has_own_memory else accelerator
         self.graphs = GraphMemory(
             graph_budget_bytes, self._in_flight, self._owed, host, host_graph_bytes
         )
-        # Not where nothing waits for a gradient, nor in compiled layers, which are one product.
+        # Answering before the gradients of the weights needs a stage before or after this one that
+        # waits for the answer, and layers whose products are separate, as compiled ones are not.
         splits = compile_backend is None and not (self.stage.is_first and self.stage.is_last)
         self._passes = ForwardPasses(
             accelerator, self.copier, self.parameter_sets, self.graphs, splits=splits
@@ -157,8 +161,8 @@ class StageRunner:
         return self.parameter_sets.of(Step(self.version + 1)).accumulator
 
     @property
-    def copies_aside(self) -> bool:
-        """Whether the next input can be copied to the device while it computes."""
+    def copies_while_computing(self) -> bool:
+        """Whether the next input can be copied to the device while the device computes."""
         return self._accelerator.streams is not None
 
     # ---- computations
@@ -182,7 +186,7 @@ class StageRunner:
         """
         inputs, entry = self._fetched.pop(request, (None, None))
         parameter_set = self.open_parameter_set(step)
-        self.graphs.look()
+        self.graphs.measure_free()
         if request in self._in_flight:
             raise RequestFailed("bad_input", f"request number {request} is in flight already")
         if inputs is None:
@@ -236,7 +240,7 @@ class StageRunner:
         if flight.digests is not None:
             wire_gradient = bytearray(payload)
             flight.digests.output_gradient = wire_digest(wire_gradient)
-        self.graphs.look()
+        self.graphs.measure_free()
         del self._in_flight[forward_request]
         if flight.inputs is None:
             return BackwardResult(None, added=False)
@@ -280,8 +284,8 @@ class StageRunner:
     def transcribe(
         self, request: int, result: BackwardResult, wire: memoryview | None
     ) -> Transcript | None:
-        """The transcript of the gradient in the accumulator, if the microbatch is in it. What is
-        owed is kept under the request's number.
+        """Return the transcript of the gradient in the accumulator, if the microbatch is in it. If
+        the gradients of its weights are still owed, keep them for `count_weights` and return None.
 
         `wire`: the input's gradient in the form in which it is sent; None on stage 0.
         """
@@ -304,9 +308,9 @@ class StageRunner:
         if result.added and result.digests is not None:
             self.uncommit(result.digests.step, (result.digests.microbatch,))
 
-    def weights(self, computation: int) -> CountedWeights:
-        """Accumulate what an answer has left owed. RequestFailed: unknown_microbatch,
-        not_finite."""
+    def count_weights(self, computation: int) -> CountedWeights:
+        """Compute and accumulate the gradients of weights that the answer of request `computation`
+        left owed. RequestFailed: unknown_microbatch, not_finite."""
         self.finish_hashing()
         owed = self._owed.get(computation)
         if owed is None:
@@ -364,6 +368,7 @@ class StageRunner:
         return digests
 
     def discard(self, forward_request: int) -> None:
+        """Drop a microbatch that is prefetched, in flight or owed; unknown numbers are ignored."""
         self._fetched.pop(forward_request, None)
         self._in_flight.pop(forward_request, None)
         self._owed.pop(forward_request, None)
@@ -447,6 +452,7 @@ class StageRunner:
         MicrobatchInput,
         entry: Tensor | None, wire: bytearray, digests: Digests | None,
     ) -> BackwardResult:  # fmt: skip
+        """The last stage's forward and backward pass of one microbatch."""
         needs_backward = not parameter_set.stage.is_first or accumulate
         if not needs_backward:
             loss = self._passes.without_graph(parameter_set, inputs, entry)
@@ -462,6 +468,8 @@ class StageRunner:
         Graph,
         output_gradient: Tensor | None, kept: KeptMicrobatch, digests: Digests | None,
     ) -> BackwardResult:  # fmt: skip
+        """Run the backward pass of a graph. Accumulate the gradients of the parameters, leave those
+        of the weights owed, or compute none if the microbatch is not to be accumulated."""
         accumulator = parameter_set.accumulator
         if digests is None or not accumulator.contents.wants(microbatch, accumulate):
             self.finish_hashing()
@@ -506,8 +514,8 @@ class StageRunner:
             )
 
     def compute_again(self, parameter_set: ParameterSet, kept: KeptMicrobatch) -> ComputedAgain:
-        """Compute a microbatch once more from its inputs, without a trace. RequestFailed: bad_input
-        for inputs that are not a microbatch of this stage, not_finite."""
+        """Compute a microbatch once more from its inputs; the stage's state does not change.
+        RequestFailed: bad_input for inputs that are not a microbatch of this stage, not_finite."""
         graph = self._graph_of(parameter_set, kept)
         input_gradient, gradients = self._differentiate(
             graph, self._kept_gradient(kept), parameter_set.parameters, Weights.NOW
@@ -515,14 +523,14 @@ class StageRunner:
         return ComputedAgain(graph.output.detach(), input_gradient, self._computed(gradients))
 
     def output_again(self, parameter_set: ParameterSet, kept: KeptMicrobatch) -> Tensor:
-        """The output of a microbatch once more, without a trace. RequestFailed: bad_input."""
+        """Return only the output of a microbatch, computed once more. RequestFailed: bad_input."""
         inputs = self.codec.read_input(memoryview(kept.inputs))
         return self._passes.without_graph(parameter_set, inputs, None)
 
     def input_gradient_again(
         self, parameter_set: ParameterSet, kept: KeptMicrobatch
     ) -> Tensor | None:
-        """The gradient of a microbatch's input once more, without a trace; None on stage 0.
+        """Return only the gradient of a microbatch's input, computed once more; None on stage 0.
         RequestFailed: bad_input, not_finite."""
         graph = self._graph_of(parameter_set, kept)
         return self._differentiate(graph, self._kept_gradient(kept), [], Weights.NEVER)[0]
@@ -537,7 +545,7 @@ class StageRunner:
         return self.copier.to_device(self.codec.read_gradient(memoryview(kept.output_gradient)))
 
     def warm_up(self) -> None:
-        """Compute a microbatch of zeros without a trace, so that kernels are loaded and layers
+        """Compute a microbatch of zeros and discard it, so that kernels are loaded and layers
         compiled: the first microbatch of a process on a GPU takes many times as long as later ones,
         and would count as this peer's rate."""
         nothing = KeptMicrobatch(

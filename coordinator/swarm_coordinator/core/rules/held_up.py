@@ -1,9 +1,19 @@
 """What holding up the run costs: how long others wait for a peer, and what it is charged.
 
 Part of the pure core (docs/decisions, number 0035). Deadlines follow the step's own pace: peers
-that share a stage take alike. What a peer alone holds up beyond that is charged to it and to its
-owner, leaks over an hour, and outlasts steps and sessions. An accusation is no evidence:
-accuser and accused are charged alike.
+that share a stage take about as long as each other. The accounts, one of each peer and one of each
+owner, are in `swarm_coordinator.core.state.held_time`; they outlast steps and sessions. They have:
+
+    held seconds   Intervals for which a peer alone held up the run (`charge`); they leak away
+                   within an hour. From HELD_BUDGET_SECONDS on, the budget is spent and the run
+                   does not wait for the peer any more; from REFUSED_AT_SECONDS on, it is refused.
+    disputes       Intervals for which one of two peers is responsible, and nothing shows which
+                   (`dispute`). Both are charged alike: an accusation is no evidence.
+    at odds        Two owners between whose peers an average failed within an hour. A peer at odds
+                   with most owners of its stage is at fault itself.
+    alone          Steps that a peer held up alone although the others could end them without it.
+                   From the second one within an hour on, the peer is refused, each time for twice
+                   as long (a rest).
 """
 
 from __future__ import annotations
@@ -20,7 +30,7 @@ from swarm_coordinator.core.state.held_time import (
     REFUSED_FOR_SECONDS,
     HeldAccount,
 )
-from swarm_coordinator.core.state.peers import PeerPhase, PeerState, display, short
+from swarm_coordinator.core.state.peers import PeerPhase, PeerState, display, owner_of, short
 from swarm_coordinator.core.state.run import RunState
 from swarm_coordinator.core.state.steps import StepState
 from swarm_shared.base.types import PeerId, StageIndex
@@ -45,22 +55,30 @@ KEPT_APART_SECONDS = 30.0
 # ---------------------------------------------------------------- waiting
 
 
-def free_until(step: StepState, began_at: float, most_at: float) -> float:
-    """Until when the answer to an order costs nothing, if most others took until `most_at`."""
+def uncharged_until(step: StepState, began_at: float, most_at: float) -> float:
+    """Return the time until which an answer to an order is not charged.
+
+    The order was sent at `began_at`, and most others had answered it at `most_at`.
+    """
     return most_at + max(FREE_SECONDS, most_at - began_at, PACE_SHARE * pace(step))
 
 
 def deadline(run: RunState, step: StepState, began_at: float, most_at: float) -> float:
-    """Until when the run waits for an answer, if most others took until `most_at`: at least as long
-    again, also where that is longer than a lease."""
+    """Return the time until which the run waits for an answer to an order.
+
+    The order was sent at `began_at`, and most others had answered it at `most_at`. The last ones
+    have at least as long again, even where that is longer than a lease.
+    """
     wait = max(SHORTEST_WAIT_SECONDS, WAIT_FACTOR * (most_at - began_at), PACE_SHARE * pace(step))
     latest = max(began_at + run.manifest.limits.lease_seconds, most_at + (most_at - began_at))
     return min(most_at + wait, latest)
 
 
 def pace(step: StepState) -> float:
-    """Seconds that the work of the step took, which no single peer decides; until the table is
-    complete, that of the stage which averages first."""
+    """Seconds that the work of the step took, which no single peer decides.
+
+    Until the table is complete, those that the work of the first stage to average took; 0 before.
+    """
     ended_at = step.complete_at
     if ended_at is None and step.closing is not None:
         ended_at = min(found.began_at for found in step.closing.rounds.values())
@@ -72,7 +90,7 @@ def pace(step: StepState) -> float:
 
 def charge(run: RunState, peer: PeerState, since: float, until: float, now: float) -> None:
     """Charge an interval that a peer alone has held up."""
-    for key in keys_of(peer):
+    for key in accounts_of(peer):
         run.held_time.change(key, now).charge(since, until, MAX_SECONDS_PER_CHARGE, now)
     _judge(run, peer, now)
 
@@ -82,7 +100,7 @@ def dispute(
 ) -> None:
     """Charge an interval to two peers, of which either may be the one that held up the run."""
     for peer, against in ((one, other), (other, one)):
-        for key in keys_of(peer):
+        for key in accounts_of(peer):
             run.held_time.change(key, now).dispute(against.peer, since, until, now)
     _judge(run, one, now)
     _judge(run, other, now)
@@ -91,12 +109,12 @@ def dispute(
 def record_at_odds(run: RunState, one: PeerState, other: PeerState, now: float) -> None:
     """Remember that an average has failed between two peers, of which either may be at fault."""
     for peer, against in ((one, other), (other, one)):
-        run.held_time.change(keys_of(peer)[-1], now).record_at_odds(keys_of(against)[-1], now)
+        run.held_time.change(owner_of(peer), now).record_at_odds(owner_of(against), now)
 
 
 def at_odds_since(run: RunState, one: PeerState, other: PeerState, now: float) -> float | None:
     """When an average has last failed between the owners of two peers, within an hour."""
-    account, key = run.held_time.of(keys_of(one)[-1]), keys_of(other)[-1]
+    account, key = run.held_time.of(owner_of(one)), owner_of(other)
     return account.at_odds_with[key] if key in account.parties(now) else None
 
 
@@ -108,18 +126,19 @@ def is_at_odds_with_most(run: RunState, peer: PeerState, now: float) -> bool:
     """
     if peer.stage is None:
         return False
-    own = keys_of(peer)[-1]
-    others = {keys_of(other)[-1] for other in run.peers.at(peer.stage)} - {own}
+    own = owner_of(peer)
+    others = {owner_of(other) for other in run.peers.at(peer.stage)} - {own}
     found = run.held_time.of(own).parties(now) & others
     return len(others) > 1 and 2 * len(found) > len(others)
 
 
-def record_alone(
+def record_held_up_alone(
     run: RunState, peer: PeerState, now: float, *, rests_at_once: bool = False
 ) -> None:
     """Remember that a peer has held up a step alone, which the others can end without it.
 
-    Once an hour is an accident; from the second time on it is refused for a while.
+    Once an hour is an accident; from the second time on the peer is refused for a while, with
+    `rests_at_once` from the first.
     """
     account = run.held_time.change(peer.peer, now)
     account.record_alone(now)
@@ -127,13 +146,13 @@ def record_alone(
         run.held_time.refusals_due.add(peer.peer)
 
 
-def was_alone(run: RunState, peer: PeerState, now: float) -> bool:
+def has_held_up_alone(run: RunState, peer: PeerState, now: float) -> bool:
     """Whether a peer has held up a step alone within an hour."""
     return run.held_time.of(peer.peer).times_alone(now) > 0
 
 
 def _refusal_seconds(run: RunState, account: HeldAccount, now: float) -> float:
-    """How long the owner of an account is to be refused: the longer, the more it has held up."""
+    """Seconds for which the owner of an account is refused: the more it has held up, the longer."""
     if account.held.at(now) >= REFUSED_AT_SECONDS:
         return REFUSED_FOR_SECONDS
     step, times = run.steps.current, account.times_alone(now)
@@ -143,13 +162,13 @@ def _refusal_seconds(run: RunState, account: HeldAccount, now: float) -> float:
     return min(REFUSED_FOR_SECONDS, first * 2.0 ** max(0, times - 2))
 
 
-def keys_of(peer: PeerState) -> tuple[PeerId, ...]:
+def accounts_of(peer: PeerState) -> tuple[PeerId, ...]:
     owner = peer.profile.owner
     return (peer.peer,) if owner is None else (peer.peer, owner)
 
 
 def held_seconds(run: RunState, peer: PeerState, now: float) -> float:
-    return max(run.held_time.seconds(key, now) for key in keys_of(peer))
+    return max(run.held_time.seconds(key, now) for key in accounts_of(peer))
 
 
 def is_spent(run: RunState, peer: PeerState, now: float) -> bool:
@@ -158,9 +177,9 @@ def is_spent(run: RunState, peer: PeerState, now: float) -> bool:
 
 
 def kept_apart(run: RunState, peer: PeerState, stage: StageIndex, now: float) -> bool:
-    """Whether a peer is to stay away from a stage, because of one that holds it.
+    """Whether a peer must not hold a stage, because of its disputes with a holder of that stage.
 
-    One of two that keep naming each other is at fault, and together they end no step.
+    One of two peers that keep accusing each other is at fault, and together they end no step.
     """
     return any(
         seconds.at(now) > KEPT_APART_SECONDS
@@ -173,9 +192,9 @@ def kept_apart(run: RunState, peer: PeerState, stage: StageIndex, now: float) ->
 
 def is_at_odds_in(run: RunState, peer: PeerState, stage: StageIndex, now: float) -> bool:
     """Whether averages have failed between a peer and a holder of a stage, within an hour."""
-    parties = run.held_time.of(keys_of(peer)[-1]).parties(now)
+    parties = run.held_time.of(owner_of(peer)).parties(now)
     # Almost always none: a join must not cost time for each peer of the run.
-    return bool(parties) and any(keys_of(holder)[-1] in parties for holder in run.peers.at(stage))
+    return bool(parties) and any(owner_of(holder) in parties for holder in run.peers.at(stage))
 
 
 def store_changed(run: RunState, now: float) -> None:
@@ -213,7 +232,7 @@ def take_refusals(run: RunState, now: float) -> list[PeerState]:
         if peer is not None and _is_last_holder(run, peer):
             continue
         run.held_time.refusals_due.discard(peer_id)
-        for key in (peer_id,) if peer is None else keys_of(peer):
+        for key in (peer_id,) if peer is None else accounts_of(peer):
             account = run.held_time.change(key, now)
             if seconds := _refusal_seconds(run, account, now):
                 account.refuse(now + seconds, "", now)
@@ -268,7 +287,7 @@ def ends_with_self_test(run: RunState, peer: PeerId, owner: PeerId | None, now: 
     return bool(refused) and all(run.held_time.of(key).ends_with_self_test for key in refused)
 
 
-def lift(run: RunState, peer: PeerId, owner: PeerId | None, now: float) -> bool:
+def lift_refusal(run: RunState, peer: PeerId, owner: PeerId | None, now: float) -> bool:
     """End the refusal of a peer that says that its machine has passed a self-test; False if that
     does not end it.
 

@@ -50,7 +50,7 @@ def attach(run: RunState, event: PeerAttached, now: float) -> None:
     hello = event.hello
     assert event.peer not in run.peers, "an older attachment is removed first"
     if hello.self_tested:
-        held_up.lift(run, event.peer, event.owner, now)
+        held_up.lift_refusal(run, event.peer, event.owner, now)
     if held_up.refuse(run, event.peer, event.owner, now):
         return
     peer = PeerState(

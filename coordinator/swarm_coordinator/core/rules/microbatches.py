@@ -1,4 +1,4 @@
-"""Microbatches of a step: heartbeat rates, leases and receipts.
+"""Microbatches of a step: leases, receipts and masks; and the rates by heartbeats.
 
 Part of the pure core (design: the life of a step, Collect). A cell is set by the first receipt of
 an attached peer and cleared when that peer is lost, because its accumulated gradient is lost with
@@ -169,7 +169,7 @@ def begin_evaluation(run: RunState, now: float) -> None:
 
 
 def _new_step(run: RunState, step: Step, now: float) -> StepState:
-    microbatches = {MicrobatchIndex(index) for index in numbers(run)}
+    microbatches = {MicrobatchIndex(index) for index in indices_of_step(run)}
     return StepState(step=step, began_at=now, previous_applied_at=now, unsettled=microbatches)
 
 
@@ -198,9 +198,9 @@ def inflight_windows(run: RunState, trainers: int) -> tuple[int, int]:
     return least, most
 
 
-def numbers(run: RunState) -> range:
-    """The microbatches of a step; after the last step the held-out ones, with numbers of their
-    own."""
+def indices_of_step(run: RunState) -> range:
+    """Indices of a step's microbatches; after the last step those of the held-out ones, which
+    follow the others."""
     training = run.manifest.training
     if run.history.version >= training.steps:
         return training.heldout_microbatches
@@ -210,6 +210,7 @@ def numbers(run: RunState) -> range:
 def missing_stages(
     run: RunState, step: StepState, microbatch: MicrobatchIndex
 ) -> tuple[StageIndex, ...]:
+    """Stages that have not counted the microbatch, in ascending order: its accumulate mask."""
     table = step.table
     if table.filled(microbatch) == run.manifest.stage_count:
         return ()
@@ -217,13 +218,16 @@ def missing_stages(
 
 
 def complete(run: RunState, step: StepState) -> bool:
-    return len(step.table) == len(numbers(run)) * run.manifest.stage_count
+    """Whether every microbatch of the step is counted in every stage."""
+    return len(step.table) == len(indices_of_step(run)) * run.manifest.stage_count
 
 
 def may_count(run: RunState, sender: PeerId, receipt: Receipt) -> bool:
     """Whether a receipt that `sender` reports could be entered; before its signature is checked."""
     last = run.history.version + 1 + run.manifest.training.staleness
-    if not run.history.version < receipt.step <= last or receipt.microbatch not in numbers(run):
+    if not run.history.version < receipt.step <= last or receipt.microbatch not in indices_of_step(
+        run
+    ):
         return False
     peer = run.peers.get(receipt.peer)
     return receipt.peer == sender or (peer is not None and peer.stage == receipt.stage)
@@ -256,7 +260,7 @@ def _last_abandoned(run: RunState) -> int:
 def commit(run: RunState, receipt: Receipt, now: float) -> None:
     """Enter a verified receipt that its signer reports."""
     step = run.steps.numbered(receipt.step)
-    if step is not None and receipt.microbatch in numbers(run):
+    if step is not None and receipt.microbatch in indices_of_step(run):
         step.own_reports.setdefault(receipt.peer, set()).add(receipt.microbatch)
     _enter(run, receipt, now)
 
@@ -278,7 +282,7 @@ def _enter(run: RunState, receipt: Receipt, now: float) -> None:
         return
     cell = (receipt.microbatch, receipt.stage)
     first, last = receipt.stage == 0, receipt.stage == run.last_stage
-    if not run.audits.of_the_data(
+    if not run.audits.matches_the_data(
         receipt.step, receipt.microbatch, receipt.transcript, first=first, last=last
     ):
         # Its sender chose other data; the peer is to take them out, and may count it again.
@@ -286,7 +290,7 @@ def _enter(run: RunState, receipt: Receipt, now: float) -> None:
         cleared_cells.drop(run, step, cell, receipt.peer)
         return
     if (*cell, receipt.peer) in step.audits.dropping:
-        return  # of the computation that it is taking out
+        return  # it is a receipt of the gradient that the peer is taking out
     _owes_no_more(step, receipt.microbatch, receipt.peer)
     if cell in step.table:
         # Another peer was first. Close sends this peer its commit set, without this cell.
@@ -318,7 +322,7 @@ def _rejection_of(run: RunState, peer: PeerState | None, receipt: Receipt) -> Re
     ):
         return Rejection.NOT_THE_HOLDER
     possible = (
-        receipt.microbatch in numbers(run)
+        receipt.microbatch in indices_of_step(run)
         and receipt.tokens == run.manifest.tokens_per_microbatch
         and (receipt.stage == run.last_stage) == (receipt.loss_sum is not None)
         and abs(receipt.loss_sum or 0.0) <= MAX_LOSS_SUM
@@ -360,7 +364,9 @@ def clear_counted(run: RunState, step: StepState, peer: PeerId, stages: Collecti
 
 
 def _free_leases(run: RunState, step: StepState, peer: PeerId, now: float) -> None:
-    for microbatch in [m for m, hedge in step.speculative_leases.items() if hedge.trainer == peer]:
+    for microbatch in [
+        m for m, second in step.speculative_leases.items() if second.trainer == peer
+    ]:
         del step.speculative_leases[microbatch]
     for microbatch in sorted(step.leases.of(peer)):
         if not _promote_speculative_lease(run, step, microbatch):
@@ -383,8 +389,8 @@ def lease_resolved(run: RunState, event: LeaseResolved, now: float) -> None:
             commit(run, receipt, now)
         else:
             commit_relayed(run, receipt, now)
-    lease, hedge = step.leases.get(event.microbatch), step.speculative_leases.get(event.microbatch)
-    if hedge is not None and (hedge.lease, hedge.trainer) == (event.lease, event.peer):
+    lease, second = step.leases.get(event.microbatch), step.speculative_leases.get(event.microbatch)
+    if second is not None and (second.lease, second.trainer) == (event.lease, event.peer):
         del step.speculative_leases[event.microbatch]
         return  # the first lease is still in flight, and its result decides
     if lease is None or (lease.lease, lease.trainer) != (event.lease, event.peer):
@@ -430,10 +436,10 @@ def _owes_no_more(step: StepState, microbatch: MicrobatchIndex, peer: PeerId) ->
 
 def _promote_speculative_lease(run: RunState, step: StepState, microbatch: MicrobatchIndex) -> bool:
     """Replace a failed first lease by the speculative one; False without one."""
-    hedge = step.speculative_leases.pop(microbatch, None)
-    if hedge is None:
+    second = step.speculative_leases.pop(microbatch, None)
+    if second is None:
         return False
-    _set_lease(run, step, microbatch, hedge)
+    _set_lease(run, step, microbatch, second)
     return True
 
 
@@ -464,7 +470,7 @@ def lease_open_microbatches(run: RunState, step: StepState, now: float) -> None:
             heapq.heappush(step.lease_alarms, (due_at, microbatch))
     step.unsettled.clear()
     if open_microbatches:
-        _grant(run, step, open_microbatches, now)
+        _lease_to_trainers(run, step, open_microbatches, now)
 
 
 def is_done(run: RunState, step: StepState, microbatch: MicrobatchIndex) -> bool:
@@ -521,13 +527,15 @@ def trainer_loads(
     return heap
 
 
-def _grant(run: RunState, step: StepState, microbatches: list[MicrobatchIndex], now: float) -> None:
+def _lease_to_trainers(
+    run: RunState, step: StepState, microbatches: list[MicrobatchIndex], now: float
+) -> None:
     grants: dict[PeerId, list[MicrobatchIndex]] = {}
     driving = trainer_loads(run, step, microbatches)
     for microbatch in microbatches:
         grants.setdefault(_next_trainer(step, microbatch, driving), []).append(microbatch)
     for trainer, granted in grants.items():
-        lease = LeaseState(grant(run, step, trainer, granted, len(driving)), trainer, now)
+        lease = LeaseState(send_lease(run, step, trainer, granted, len(driving)), trainer, now)
         for microbatch in granted:
             step.speculative_leases.pop(microbatch, None)
             _set_lease(run, step, microbatch, lease)
@@ -538,8 +546,8 @@ def _next_trainer(
 ) -> PeerId:
     """Take the trainer with the fewest microbatches among those that have not tried this one.
 
-    Each trainer tries a microbatch before one tries it twice: those that always fail at once, and
-    have the fewest therefore, do not keep it from the others.
+    No trainer gets a microbatch twice before each has had it once. A trainer that fails at once
+    always has the fewest, and would otherwise get it again and again.
     """
     before = step.leases.get(microbatch)
     if before is None:
@@ -558,8 +566,8 @@ def _next_trainer(
 def least_loaded_except(
     driving: list[tuple[int, int, PeerId]], others: Collection[PeerId]
 ) -> PeerId | None:
-    """Take the trainer with the fewest microbatches that is none of the `others` from the heap,
-    adding one to its number; None if there is none."""
+    """Return the trainer with the fewest microbatches that is none of the `others`; None if there
+    is none. Its entry in the heap `driving` counts one microbatch more from then on."""
     aside: list[tuple[int, int, PeerId]] = []
     while driving and driving[0][2] in others:
         aside.append(heapq.heappop(driving))
@@ -572,7 +580,7 @@ def least_loaded_except(
     return found
 
 
-def grant(
+def send_lease(
     run: RunState, step: StepState, trainer: PeerId, microbatches: Sequence[MicrobatchIndex],
     trainers: int,
 ) -> int:  # fmt: skip
@@ -602,7 +610,7 @@ def grant(
 # ---------------------------------------------------------------- masks
 
 
-def ask_mask(run: RunState, peer: PeerState, request: MaskRequest, now: float) -> None:
+def queue_mask_request(run: RunState, peer: PeerState, request: MaskRequest, now: float) -> None:
     """Queue the answer for one reporting interval, so that receipts under way are counted first."""
     wait = 1.2 * run.manifest.limits.receipt_interval_seconds
     run.steps.masks.append(

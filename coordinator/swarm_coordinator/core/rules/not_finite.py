@@ -10,7 +10,7 @@ from __future__ import annotations
 from swarm_coordinator.core.rules import held_up, microbatches
 from swarm_coordinator.core.rules.membership import resync
 from swarm_coordinator.core.rules.release import Release, release
-from swarm_coordinator.core.state.peers import PeerState
+from swarm_coordinator.core.state.peers import PeerState, owner_of
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.state.run import RunState
 from swarm_coordinator.core.state.step_table import CellKey
@@ -51,7 +51,7 @@ def reported(run: RunState, peer: PeerState, message: NotFinite, now: float) -> 
     step = run.steps.numbered(message.step)
     if step is None or peer.stage is None or not run.peers.holds_current(peer):
         return
-    if message.microbatch not in microbatches.numbers(run):
+    if message.microbatch not in microbatches.indices_of_step(run):
         return
     if run.phase not in _LEASED or run.steps.round_of(peer.stage) is not None:
         return  # no peer is synced anew during a close; the result will recur in the next step
@@ -81,8 +81,8 @@ def reported(run: RunState, peer: PeerState, message: NotFinite, now: float) -> 
 def _record_partners(run: RunState, receiver: PeerState, sender: PeerState, now: float) -> None:
     """Count a result that is not finite against both ends alike."""
     for peer, other in ((receiver, sender), (sender, receiver)):
-        for key in held_up.keys_of(peer):
-            partner = held_up.keys_of(other)[-1]
+        for key in held_up.accounts_of(peer):
+            partner = owner_of(other)
             run.held_time.change(key, now).record_not_finite(partner, now)
 
 
@@ -91,7 +91,7 @@ def _sends_what_overflows(
 ) -> bool:
     """Whether the sender is part of such results with more different peers than the receiver."""
     of_sender, of_receiver = (
-        max(run.held_time.change(key, now).partners(now) for key in held_up.keys_of(peer))
+        max(run.held_time.change(key, now).partners(now) for key in held_up.accounts_of(peer))
         for peer in (sender, receiver)
     )
     return of_sender >= MIN_PARTNERS and of_sender > of_receiver

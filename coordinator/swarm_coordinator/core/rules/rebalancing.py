@@ -270,7 +270,7 @@ def _can_be_spared(run: RunState, peer: PeerState, going: Iterable[PeerId]) -> b
 
 def apply_switches(run: RunState, closing: CloseState) -> None:
     """The step is decided: let the switching members hold their next stage."""
-    going = [each for found in closing.each_round() for each in found.switching.items()]
+    going = [each for round_ in closing.each_round() for each in round_.switching.items()]
     for peer_id, stage in going:
         peer = run.peers[peer_id]
         closing.switch_stage(peer_id, stage)

@@ -81,10 +81,10 @@ def retract(run: RunState, now: float) -> None:
     step = run.steps.current
     if step is None or run.phase is RunPhase.APPLYING:
         return
-    for found in step.closing.each_round() if step.closing is not None else ():
-        wrong = run.audits.expelled.keys() & (found.members.keys() | found.kept.keys())
-        if wrong or any(stage in found.stages for _, stage in cells):
-            abort(run, found, "an audit found wrong what its average contains", now, of_loss=True)
+    for round_ in step.closing.each_round() if step.closing is not None else ():
+        wrong = run.audits.expelled.keys() & (round_.members.keys() | round_.kept.keys())
+        if wrong or any(stage in round_.stages for _, stage in cells):
+            abort(run, round_, "an audit found wrong what its average contains", now, of_loss=True)
     for cell in sorted(cells):
         cleared_cells.clear_cell(run, step, cell)
 
@@ -92,8 +92,8 @@ def retract(run: RunState, now: float) -> None:
 def rejoin(run: RunState, peer: PeerId, stage: StageIndex, averaged_attempt: int | None) -> None:
     """Restore a lost member that has returned with its round's average: it can still apply."""
     closing = run.steps.closing
-    found = closing.rounds.get(stage) if closing is not None else None
-    if closing is None or found is None or run.phase is RunPhase.APPLYING:
+    round_ = closing.rounds.get(stage) if closing is not None else None
+    if closing is None or round_ is None or run.phase is RunPhase.APPLYING:
         return
-    if found.attempt == averaged_attempt and found.kept.get(peer) == stage:
+    if round_.attempt == averaged_attempt and round_.kept.get(peer) == stage:
         closing.restore_member(peer, stage)

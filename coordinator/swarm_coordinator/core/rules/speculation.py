@@ -56,15 +56,15 @@ def lease_stragglers(run: RunState, step: StepState, now: float) -> None:
         and not microbatches.is_done(run, step, microbatch)
     ]
     if late:
-        _grant(run, step, late, now)
+        _lease_again(run, step, late, now)
 
 
 def _mostly_done(run: RunState, step: StepState) -> bool:
-    cells = len(microbatches.numbers(run)) * run.manifest.stage_count
+    cells = len(microbatches.indices_of_step(run)) * run.manifest.stage_count
     return len(step.table) >= SPECULATION_START_FRACTION * cells
 
 
-def _grant(run: RunState, step: StepState, late: list[MicrobatchIndex], now: float) -> None:
+def _lease_again(run: RunState, step: StepState, late: list[MicrobatchIndex], now: float) -> None:
     driving = microbatches.trainer_loads(run, step, ())
     grants: dict[PeerId, list[MicrobatchIndex]] = {}
     for microbatch in late:
@@ -72,7 +72,7 @@ def _grant(run: RunState, step: StepState, late: list[MicrobatchIndex], now: flo
         if trainer is not None:
             grants.setdefault(trainer, []).append(microbatch)
     for trainer, granted in grants.items():
-        number = microbatches.grant(run, step, trainer, granted, len(driving))
+        number = microbatches.send_lease(run, step, trainer, granted, len(driving))
         for microbatch in granted:
             step.speculative_leases[microbatch] = LeaseState(number, trainer, now)
     if grants:

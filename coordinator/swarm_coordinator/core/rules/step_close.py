@@ -63,7 +63,7 @@ def close_complete_stages(run: RunState, step: StepState, now: float) -> None:
     Only until a round of the step fails. Those that are open then wait for the whole table, since
     what failed may have to be settled first (`start_close`).
     """
-    size = len(microbatches.numbers(run))
+    size = len(microbatches.indices_of_step(run))
     if len(step.table) < size or step.failed_rounds or now < step.close_not_before:
         return
     settled = _settled_stages(run, step, size, now)
@@ -216,38 +216,38 @@ def report(run: RunState, peer: PeerState, message: RoundReport, now: float) -> 
         return
     if message.attempt != step.attempts.get(peer.stage):
         return
-    found = step.closing.round_of(peer.peer) if step.closing is not None else None
-    if found is None:
+    round_ = step.closing.round_of(peer.peer) if step.closing is not None else None
+    if round_ is None:
         # Another member's failure has ended this attempt already. A failure report still counts
         # against its own sender, unless the sender's gradient is in an average that stands.
         if not message.ok and run.steps.round_of(peer.stage) is None:
             _clear_unaccumulated(run, step, peer, peer.stage, message)
-            _late_observation(run, step, peer, message, now)
+            _record_late_observation(run, step, peer, message, now)
     elif run.phase is RunPhase.APPLYING:
         if not message.ok:
             _cannot_apply(run, peer, message, now)
     elif not message.ok:
         _clear_unaccumulated(run, step, peer, peer.stage, message)
-        _attempt_failed(run, step, found, peer, message, now)
-    elif peer.peer not in found.reports:
-        time_limits.charge_late_report(run, step, found, peer, now)
-        found.record(peer.peer, SquaredNorms(message.own_squared, message.tied_squared), now)
-        if not found.awaited:
+        _attempt_failed(run, step, round_, peer, message, now)
+    elif peer.peer not in round_.reports:
+        time_limits.charge_late_report(run, step, round_, peer, now)
+        round_.record(peer.peer, SquaredNorms(message.own_squared, message.tied_squared), now)
+        if not round_.awaited:
             advance_close(run, now)
 
 
 def sums_stated(run: RunState, peer: PeerState, event: SumsStated, now: float) -> None:
     """Handle a member's answer to a check of sums; one to another check is ignored."""
     step = run.steps.current
-    found = step.closing.round_of(peer.peer) if step is not None and step.closing else None
-    if step is None or found is None or not sum_checks.awaits(found, peer, event):
+    round_ = step.closing.round_of(peer.peer) if step is not None and step.closing else None
+    if step is None or round_ is None or not sum_checks.awaits(round_, peer, event):
         return
-    time_limits.charge_late_report(run, step, found, peer, now)
-    wrong = sum_checks.record(run, step, found, peer, event, now)
+    time_limits.charge_late_report(run, step, round_, peer, now)
+    wrong = sum_checks.record(run, step, round_, peer, event, now)
     if wrong is not None:
-        failure = RoundReport(step=step.step, attempt=found.attempt, ok=False, reason=wrong)
-        _attempt_failed(run, step, found, peer, failure, now)
-    elif not found.awaited:
+        failure = RoundReport(step=step.step, attempt=round_.attempt, ok=False, reason=wrong)
+        _attempt_failed(run, step, round_, peer, failure, now)
+    elif not round_.awaited:
         advance_close(run, now)
 
 
@@ -259,11 +259,11 @@ def advance_close(run: RunState, now: float) -> None:
     if run.phase is RunPhase.APPLYING:
         _finish_when_applied(run, closing, now)
         return
-    for found in closing.each_round():
-        if found.awaited or found.averaged:
+    for round_ in closing.each_round():
+        if round_.awaited or round_.averaged:
             continue
-        if sum_checks.advance(run, step, found, now):
-            _check_agreement(run, step, found, now)
+        if sum_checks.advance(run, step, round_, now):
+            _check_agreement(run, step, round_, now)
     if run.phase is RunPhase.CLOSING and all(r.averaged for r in closing.each_round()):
         _decide(run, step, closing, now)
 
@@ -337,10 +337,10 @@ def _charge_failure(
     return [peer, accused]
 
 
-def _late_observation(
+def _record_late_observation(
     run: RunState, step: StepState, peer: PeerState, message: RoundReport, now: float
 ) -> None:
-    """Handle what a member has seen itself of an attempt that has ended."""
+    """Handle a failure report of an attempt that has ended, if it is an observation of its own."""
     accused = run.peers.get(message.culprit) if message.culprit is not None else None
     if message.aborted_by is not None or message.carrier_failed:
         return
@@ -349,12 +349,14 @@ def _late_observation(
         parties = _charge_failure(run, peer, accused, relayed.since, relayed.until, now)
         exclusions.count_failure(run, step, parties, now, at_once=accused is peer)
     elif accused is not None and accused is not peer:
-        exclusions.observe(run, step, peer, accused, now)
+        exclusions.record_failed_average(run, step, peer, accused, now)
 
 
 def attribute_relayed(run: RunState, step: StepState, now: float) -> None:
-    """Attribute the failures that no member has reported as its own observation: to those that
-    have heard of them, and those from which they have."""
+    """Attribute the failures that no member has reported as its own observation.
+
+    Each one is charged to the member that reported it and to the member whose ABORT it received.
+    """
     failures, step.relayed_failures = step.relayed_failures, {}
     for failure in failures.values():
         reporter, aborter = run.peers.get(failure.reporter), run.peers.get(failure.aborted_by)
@@ -364,7 +366,7 @@ def attribute_relayed(run: RunState, step: StepState, now: float) -> None:
         exclusions.count_failure(run, step, parties, now)
 
 
-def _check_agreement(run: RunState, step: StepState, found: Round, now: float) -> None:
+def _check_agreement(run: RunState, step: StepState, round_: Round, now: float) -> None:
     """Accept a round whose members have all averaged to the same norms.
 
     A member that differs from the owners that decide is excluded from the step. Where no norms have
@@ -373,13 +375,13 @@ def _check_agreement(run: RunState, step: StepState, found: Round, now: float) -
     norms to the bit on any device: the squares are added in a fixed order.
     """
     of_stage: dict[StageIndex, dict[PeerId, SquaredNorms]] = {}
-    for member, squares in found.reports.items():
-        of = found.members.get(member, found.kept.get(member))
-        if of is not None:
-            of_stage.setdefault(of, {})[member] = squares
+    for member, squares in round_.reports.items():
+        stage = round_.members.get(member, round_.kept.get(member))
+        if stage is not None:
+            of_stage.setdefault(stage, {})[member] = squares
     agreed = {
         stage: run.audits.decide(
-            Statement(p, found.owners[p], _attached_since(run, p), squares)
+            Statement(p, round_.owners[p], _attached_since(run, p), squares)
             for p, squares in reported.items()
         )
         for stage, reported in sorted(of_stage.items())
@@ -388,16 +390,16 @@ def _check_agreement(run: RunState, step: StepState, found: Round, now: float) -
     if split and not step.disagreements:
         step.disagreements += 1
         reason = f"replicas of stage {split[0]} averaged to different gradients"
-        round_membership.abort(run, found, reason, now)
+        round_membership.abort(run, round_, reason, now)
         return
-    found.averaged_at = now
+    round_.averaged_at = now
     for stage, reported in of_stage.items():
         if (decision := agreed[stage]) is None:
             continue  # not without a report of the stage
-        decided = found.squares[stage] = decision.value
+        decided = round_.squares[stage] = decision.value
         for peer_id, norms in reported.items():
             peer = run.peers.get(peer_id)
-            if norms != decided and peer is not None and peer_id in found.members:
+            if norms != decided and peer is not None and peer_id in round_.members:
                 reason = "it averaged to a different gradient than the rest of its stage"
                 run.flag(peer, Rejection.OTHER_AVERAGE, reason)
                 release(run, peer, Release.STEP, now)
@@ -412,8 +414,8 @@ def _attached_since(run: RunState, peer_id: PeerId) -> float:
 def _decide(run: RunState, step: StepState, closing: CloseState, now: float) -> None:
     """Make the step durable, then instruct every member to apply it."""
     total = 0.0
-    for stage, found in sorted(closing.rounds.items()):
-        own, tied = found.squares[stage]
+    for stage, round_ in sorted(closing.rounds.items()):
+        own, tied = round_.squares[stage]
         total += own + (tied if stage == 0 else 0.0)
     if not math.isfinite(total):
         round_membership.abort_all(
@@ -435,12 +437,12 @@ def _decide(run: RunState, step: StepState, closing: CloseState, now: float) -> 
     enter_phase(run, RunPhase.APPLYING)
     closing.decided_at = now
     rebalancing.apply_switches(run, closing)
-    for found in closing.each_round():
+    for round_ in closing.each_round():
         run.broadcast(
-            found.members,
+            round_.members,
             Apply(
                 step=step.step,
-                attempt=found.attempt,
+                attempt=round_.attempt,
                 global_norm=applied.global_norm,
                 learning_rate=applied.learning_rate,
             ),

@@ -212,20 +212,20 @@ class CloseState:
     def remove_member(self, peer: PeerId) -> None:
         """Remove a member; what it has reported and its gradient in the sum stay."""
         stage = self.members.pop(peer)
-        found = self.rounds[stage]
-        self._discount(found, peer)
-        found.kept[peer] = stage
-        del found.members[peer]
-        found.switching.pop(peer, None)
-        found.awaited.discard(peer)
+        round_ = self.rounds[stage]
+        self._discount(round_, peer)
+        round_.kept[peer] = stage
+        del round_.members[peer]
+        round_.switching.pop(peer, None)
+        round_.awaited.discard(peer)
 
     def restore_member(self, peer: PeerId, stage: StageIndex) -> None:
         """Make a kept former member a member again; it has returned with the same average."""
-        found = self.rounds[stage]
-        del found.kept[peer]
-        if found.owners[peer] in found.voters[stage]:
-            self._turnout.devices[found.owners[peer]] += 1
-        self.members[peer] = found.members[peer] = stage
+        round_ = self.rounds[stage]
+        del round_.kept[peer]
+        if round_.owners[peer] in round_.voters[stage]:
+            self._turnout.devices[round_.owners[peer]] += 1
+        self.members[peer] = round_.members[peer] = stage
 
     def switch_stage(self, peer: PeerId, stage: StageIndex) -> None:
         """Record that a member holds another stage of its round from now on."""
@@ -235,5 +235,5 @@ class CloseState:
         """Stages whose round includes the peer's gradient although it is no longer a member
         there."""
         return frozenset(
-            stage for stage, found in self.rounds.items() if found.kept.get(peer) == stage
+            stage for stage, round_ in self.rounds.items() if round_.kept.get(peer) == stage
         )

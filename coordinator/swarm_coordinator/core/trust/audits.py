@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 from swarm_coordinator.core.events import VerdictRecord
-from swarm_coordinator.core.trust.classes import Classes, Machine
+from swarm_coordinator.core.trust.arithmetic_classes import ArithmeticClasses, Machine
 from swarm_coordinator.core.trust.majority import Decision, Statement, ValueT, decide
 from swarm_coordinator.core.trust.samples import TrainingTokens
 from swarm_coordinator.core.trust.standing import Standings
@@ -66,7 +66,7 @@ class AuditSettings:
 
 
 @dataclass(slots=True)
-class Order:
+class AuditOrder:
     """A request to one auditor."""
 
     audit: int
@@ -80,13 +80,13 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Exactly:
-    """What an auditor's statement says without any tolerance."""
+class ExactFinding:
+    """The finding of an auditor's statement without any tolerance: equal to the bit or not."""
 
     machine: Machine
     finding: Finding
     alike: bool
-    """Whether it had computed like the audited machine before."""
+    """Whether the auditor's machine and the audited one were known to be alike before."""
 
 
 @dataclass(slots=True)
@@ -101,7 +101,7 @@ class OpenAudit:
     opened_at: float
     binding: str = ""
     """The signed binding of `peer` to `owner`, in base64; empty if it is its own owner."""
-    order: Order | None = None
+    order: AuditOrder | None = None
     votes: list[Vote] = field(default_factory=list)
     asked: dict[PeerId, PeerId] = field(default_factory=dict)
     """The devices that have been asked, whether they voted or not, and the owners that they had
@@ -116,12 +116,12 @@ class OpenAudit:
     beside it in the pipeline."""
     entitled: int = 0
     """Number of owners that could vote at the last count, the audited one included."""
-    exactly: dict[PeerId, Exactly] = field(default_factory=dict)
+    exact_findings: dict[PeerId, ExactFinding] = field(default_factory=dict)
     """By auditor that has voted."""
     within_class: bool = False
-    """Whether a machine of the same class computed other bits, within the tolerance. Then only this
-    class votes, and without a tolerance; but a majority is one of all the stage's owners, as anyone
-    can seem like a peer by stating what that has signed."""
+    """Whether a machine that was alike computed other bits, within the tolerance. Then only such
+    machines vote, and without a tolerance. A majority is still one of all the stage's owners: any
+    peer can appear to be alike by repeating what the audited one has signed."""
 
     @property
     def key(self) -> CountedCell:
@@ -144,19 +144,19 @@ class OpenAudit:
 
     @property
     def disputed(self) -> bool:
-        """Whether an auditor has found something else than the receipt or the member says."""
+        """Whether an auditor's result differs from what the receipt or the member's sum claims."""
         differs = any(vote.finding is not Finding.AGREES for vote in self.votes)
         return self.confirms or self.within_class or differs
 
     @property
     def ballot(self) -> list[Vote]:
-        """The votes that decide."""
+        """The votes that decide: all, or within a class those of machines that were alike."""
         if not self.within_class:
             return self.votes
         return [
-            replace(vote, finding=said.finding)
+            replace(vote, finding=exact.finding)
             for vote in self.votes
-            if (said := self.exactly[vote.peer]).alike
+            if (exact := self.exact_findings[vote.peer]).alike
         ]
 
     def evidence(self, settings: AuditSettings) -> Evidence:
@@ -190,7 +190,7 @@ class StepAudits:
     """Members of which it has been drawn whether they are audited whole."""
     whole: dict[tuple[PeerId, StageIndex], WholeAudit] = field(default_factory=dict)
 
-    def concern(self, owner: PeerId) -> bool:
+    def include_owner(self, owner: PeerId) -> bool:
         """Whether a cell of this owner is being audited."""
         return any(audit.owner == owner for audit in self.open.values())
 
@@ -214,9 +214,10 @@ class AuditBook:
     draw: Callable[[], float]
     """Returns a random number of [0, 1) that no peer can predict."""
     tokens: TrainingTokens | None = None
-    """The token ids that receipts of the ends of the pipeline must have; None: any."""
+    """Digests of the token ids that receipts of the first and the last stage must have; None: not
+    checked."""
     standings: Standings = field(default_factory=Standings)
-    classes: Classes = field(default_factory=Classes)
+    classes: ArithmeticClasses = field(default_factory=ArithmeticClasses)
     verdicts: deque[VerdictRecord] = field(default_factory=lambda: deque(maxlen=SHOWN_VERDICTS))
     """The newest verdicts, oldest first, without their evidence, which may have megabytes."""
     last_audit: int = 0
@@ -244,25 +245,25 @@ class AuditBook:
         return max(settings.audit_share, PROBATION_SHARE)
 
     def draws(self, owner: PeerId, open_audits: StepAudits) -> bool:
-        """Whether a cell that this owner has just counted is audited.
+        """Draw whether a cell that this owner has just counted is audited.
 
-        Each one is with the same probability, whatever was audited before. Once too many have been
-        counted since the last passed audit one is due: one at a time, as auditors that are too slow
-        for it would otherwise get all cells to audit.
+        Each cell is audited with the same probability, whatever was audited before. Once the owner
+        has counted too many since its last passed audit, one is audited in any case, unless one of
+        its cells is being audited: slow auditors would otherwise get every further cell, too.
         """
         share = self.share(owner)
         standing = self.standings.note_counted(owner)
-        # The draw is made for every cell, so that its outcome tells nothing of the others.
+        # Drawn for every cell, so that one outcome reveals nothing about the others.
         if self.draw() < share:
             return True
         due = standing.unaudited * share >= MOST_UNAUDITED
-        return due and not open_audits.concern(owner)
+        return due and not open_audits.include_owner(owner)
 
     def draw_secret(self) -> str:
         """A secret that no peer can predict."""
         return "".join(f"{int(self.draw() * 2**32):08x}" for _ in range(4))
 
-    def of_the_data(
+    def matches_the_data(
         self, step: Step, microbatch: MicrobatchIndex, transcript: Transcript, *, first: bool,
         last: bool,
     ) -> bool:  # fmt: skip

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from swarm_coordinator.core.trust.classes import Machine
+from swarm_coordinator.core.trust.arithmetic_classes import Machine
 from swarm_coordinator.core.trust.sums import SignedSums
 from swarm_shared.base.transcript import Transcript
 from swarm_shared.base.types import LinearDigests, MicrobatchIndex, PeerId

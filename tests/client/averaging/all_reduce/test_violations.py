@@ -208,7 +208,7 @@ KINDS = {MEMBER: FrameKind.PIECE, REDUCER: FrameKind.SUM}
 def test_a_peer_whose_bytes_encode_nothing_is_named(run: Any, liar: str, payload: bytes) -> None:
     group = round_with(run, liar, "exact", [frame(KINDS[liar], payload)])
     what = "piece" if liar == MEMBER else "sum"
-    assert_violation_of_b(group, f"sent a {what} that its bytes do not make")
+    assert_violation_of_b(group, f"sent a {what} whose bytes are not what its codec writes")
 
 
 @by_either

@@ -208,7 +208,7 @@ def test_a_worker_whose_memory_shrinks_keeps_less_and_counts_the_same(tmp_path: 
         found: list[object] = []
         for output in outputs:
             with await worker.backward(output, payload) as back:
-                done = await worker.weights(back) if back.owed else back
+                done = await worker.count_weights(back) if back.owed else back
                 found.append(done.transcript)
             output.release()
         assert None not in found

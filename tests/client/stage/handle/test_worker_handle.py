@@ -100,7 +100,7 @@ async def workers_of(
 
 async def counted(worker: StageWorker, output: Output) -> bool:
     """Whether the microbatch of an answer is put into the accumulator, now or before."""
-    return output.added or (output.owed and (await worker.weights(output)).added)
+    return output.added or (output.owed and (await worker.count_weights(output)).added)
 
 
 async def through(workers: list[StageWorker], manifest: Manifest, microbatch: int) -> float:
@@ -364,7 +364,7 @@ def test_an_answer_comes_before_the_weights_and_a_cancelled_caller_leaves_them_o
             assert answers[2].owed
             before = (await worker.prepare_round(STEP)).microbatches
             assert not {1, 2} & set(before)
-            done = await worker.weights(answers[1])
+            done = await worker.count_weights(answers[1])
             assert done.added
             assert done.transcript is not None
             # Stopped until both messages are sent, so that it has not begun when it reads the
@@ -372,11 +372,11 @@ def test_an_answer_comes_before_the_weights_and_a_cancelled_caller_leaves_them_o
             os.kill(worker.pid, signal.SIGSTOP)
             with trio.CancelScope() as scope:
                 scope.cancel()
-                await worker.weights(answers[2])
+                await worker.count_weights(answers[2])
             await trio.testing.wait_all_tasks_blocked()
             os.kill(worker.pid, signal.SIGCONT)
             with pytest.raises(RequestFailed, match="nothing is owed"):
-                await worker.weights(answers[2])
+                await worker.count_weights(answers[2])
             assert (await worker.prepare_round(STEP)).microbatches == (*before, 1)
 
     run(main)

@@ -124,17 +124,17 @@ def test_a_microbatch_is_computed_before_the_last_ones_gradient_is_hashed(
 ) -> None:
     runner = runner_on(fake)
     owing(runner, 1, 0)
-    first = runner.weights(1)
+    first = runner.count_weights(1)
     owing(runner, 2, 1)
     assert first.added
     assert not first.is_hashed(), "forward and backward pass have not waited for it"
-    second = runner.weights(2)
+    second = runner.count_weights(2)
     assert first.is_hashed(), "its memory is free for the next gradient"
     assert not second.is_hashed()
     expected = runner_on(CPU)
     for number in (1, 2):
         owing(expected, number, number - 1)
-        at_once = expected.weights(number)
+        at_once = expected.count_weights(number)
         assert at_once.is_hashed()
         assert at_once.transcript() == (first, second)[number - 1].transcript()
     assert torch.equal(runner.accumulator.totals(), expected.accumulator.totals())
@@ -145,7 +145,7 @@ def test_a_computation_with_gradients_of_its_own_waits_for_the_memory(
 ) -> None:
     runner = runner_on(fake)
     owing(runner, 1, 0)
-    counting = runner.weights(1)
+    counting = runner.count_weights(1)
     kept = runner.accumulator.contents.kept(MicrobatchIndex(0))
     assert kept is not None
     runner.compute_again(runner.open_parameter_set(STEP), kept)
@@ -158,7 +158,7 @@ def test_a_repeated_microbatch_gets_the_transcript_of_the_counted_one(
     runner = runner_on(fake)
     for number in (1, 2):
         owing(runner, number, 0)
-    found, again = runner.weights(1), runner.weights(2)
+    found, again = runner.count_weights(1), runner.count_weights(2)
     assert not again.added
     assert again.transcript() == found.transcript() is not None
 
@@ -167,7 +167,7 @@ def test_a_repeated_microbatch_gets_the_transcript_of_the_counted_one(
 def test_what_ends_with_a_step_leaves_no_transcript(fake: FakeAccelerator, end: str) -> None:
     runner = runner_on(fake)
     owing(runner, 1, 0)
-    hashed = runner.weights(1)
+    hashed = runner.count_weights(1)
     match end:
         case "its step":
             runner.reset_step(STEP)
@@ -188,10 +188,10 @@ def test_a_gradient_whose_memory_was_taken_is_not_added_again(
     owing(runner, 1, 0)
     memory_ends_after(3, monkeypatch)
     with pytest.raises(MemoryError):
-        runner.weights(1)
+        runner.count_weights(1)
     monkeypatch.undo()
     with pytest.raises(RequestFailed, match="nothing is owed"):
-        runner.weights(1)
+        runner.count_weights(1)
     assert counted(runner) == ()
     assert not torch.any(runner.accumulator.totals())
 

@@ -89,7 +89,7 @@ def test_the_answer_is_the_same_and_nothing_is_counted_before_the_weights() -> N
     assert torch.equal(result.input_gradient, expected.input_gradient)
     assert counted(split) == ()
     assert not torch.any(split.accumulator.totals())
-    found = split.weights(1)
+    found = split.count_weights(1)
     assert found.added
     assert found.transcript() == whole.accumulator.transcripts[MicrobatchIndex(0)]
     assert torch.equal(split.accumulator.totals(), whole.accumulator.totals())
@@ -116,9 +116,9 @@ def test_sums_are_equal_to_the_bit_for_any_order_and_any_memory(
                 owed.append(number)
         rng.shuffle(owed)
         while owed and (runner.graphs.is_short or rng.random() < 0.4):
-            assert runner.weights(owed.pop()).added
+            assert runner.count_weights(owed.pop()).added
     for number in owed:
-        assert runner.weights(number).added
+        assert runner.count_weights(number).added
     assert torch.equal(runner.accumulator.totals(), whole.accumulator.totals())
     assert runner.accumulator.transcripts == whole.accumulator.transcripts
 
@@ -141,7 +141,7 @@ def test_a_microbatch_that_is_owed_twice_is_counted_once() -> None:
     runner = measured()
     owing(runner, 1, 0)
     owing(runner, 2, 0)
-    found, again = runner.weights(2), runner.weights(1)
+    found, again = runner.count_weights(2), runner.count_weights(1)
     assert (found.added, again.added) == (True, False)
     assert again.transcript() == found.transcript()
     assert counted(runner) == (0,)
@@ -152,12 +152,12 @@ def test_what_is_owed_ends_with_its_step_its_discard_and_its_emptying() -> None:
     for number in (1, 2):
         owing(runner, number, number)
     runner.discard(1)
-    assert failure(runner.weights, 1) == "unknown_microbatch"
+    assert failure(runner.count_weights, 1) == "unknown_microbatch"
     runner.reset_step(STEP)
-    assert failure(runner.weights, 2) == "unknown_microbatch"
+    assert failure(runner.count_weights, 2) == "unknown_microbatch"
     owing(runner, 3, 3)
     StepRunner(runner).reinitialise(Version(4))
-    assert failure(runner.weights, 3) == "unknown_microbatch"
+    assert failure(runner.count_weights, 3) == "unknown_microbatch"
     assert counted(runner) == ()
 
 
@@ -169,9 +169,9 @@ def test_weights_whose_gradients_are_not_finite_leave_no_trace() -> None:
     assert result.owed is not None
     assert result.input_gradient is not None
     runner.transcribe(1, result, wire(result.input_gradient))
-    assert failure(runner.weights, 1) == "not_finite"
+    assert failure(runner.count_weights, 1) == "not_finite"
     assert counted(runner) == ()
-    assert failure(runner.weights, 1) == "unknown_microbatch"
+    assert failure(runner.count_weights, 1) == "unknown_microbatch"
 
 
 def test_without_memory_for_both_a_backward_pass_is_not_split() -> None:
@@ -211,7 +211,7 @@ def test_memory_is_short_when_what_is_owed_leaves_no_room_for_a_graph() -> None:
     assert not runner.graphs.is_short
     forward(runner, 2, 1)
     assert runner.graphs.is_short
-    runner.weights(1)
+    runner.count_weights(1)
     assert not runner.graphs.is_short
 
 
@@ -256,7 +256,7 @@ def test_a_backward_pass_without_memory_can_be_repeated_with_the_same_gradients(
     assert torch.equal(result.input_gradient, expected.input_gradient)
     for one in (runner, undisturbed):
         if one._owed:
-            one.weights(1)
+            one.count_weights(1)
     assert torch.equal(runner.accumulator.totals(), undisturbed.accumulator.totals())
 
 
@@ -282,14 +282,14 @@ def test_sums_whose_change_ends_half_done_are_emptied(
     runner = measured()
     for number in (1, 2):
         owing(runner, number, number)
-    runner.weights(1)
+    runner.count_weights(1)
     if change == "add":
         tried = memory_ends_after(3, monkeypatch)
         with pytest.raises(MemoryError):
-            runner.weights(2)
+            runner.count_weights(2)
         assert tried == [0, 1, 2, 3]
     else:
-        runner.weights(2)
+        runner.count_weights(2)
         gradients_of_one = len(runner.layout.entries)
         memory_ends_after(gradients_of_one + 3, monkeypatch)
         with pytest.raises(MemoryError):
@@ -299,5 +299,5 @@ def test_sums_whose_change_ends_half_done_are_emptied(
     assert not torch.any(runner.accumulator.totals())
     assert runner.accumulator.transcripts == {}
     if change == "add":
-        assert runner.weights(2).added  # it is still owed
+        assert runner.count_weights(2).added  # it is still owed
         assert counted(runner) == (2,)

@@ -133,7 +133,7 @@ def test_liars_that_are_fewer_cannot_have_an_honest_member_blamed_alone() -> Non
     for liar in (*LIARS, *LIARS):
         found = excluded_after(bench, liar, "a0")
     assert found == set(LIARS), "all have passed no audit, and a0 is the one that came first"
-    assert not held_up.was_alone(bench.run, bench.peer("a0"), bench.now)
+    assert not held_up.has_held_up_alone(bench.run, bench.peer("a0"), bench.now)
 
 
 def test_what_a_member_has_heard_from_another_one_is_no_accusation_of_its_own() -> None:
@@ -231,4 +231,4 @@ def test_of_two_owners_neither_is_most(accused: str) -> None:
     to_close(bench)
     assert excluded_after(bench, "a0", accused) == set()
     assert excluded_after(bench, "a0", accused) == {accused}, "it came later"
-    assert not held_up.was_alone(bench.run, bench.peer(accused), bench.now)
+    assert not held_up.has_held_up_alone(bench.run, bench.peer(accused), bench.now)

@@ -175,7 +175,7 @@ def test_a_member_that_never_applies_is_refused_for_longer_each_time() -> None:
 def test_a_peer_that_leaves_before_it_is_refused_does_not_come_back_sooner() -> None:
     bench = collecting()
     for _ in range(2):
-        held_up.record_alone(bench.run, bench.peer(LIAR), bench.now)
+        held_up.record_held_up_alone(bench.run, bench.peer(LIAR), bench.now)
     bench.lose(LIAR)
     bench.tick(0.25)
     bench.attach(LIAR)
@@ -186,7 +186,7 @@ def test_a_last_holder_pauses_when_there_is_another_one_unless_it_is_forgotten()
     for hours, refused in ((0, True), (1, False)):
         bench = collecting("a0", "a1")
         for _ in range(2):
-            held_up.record_alone(bench.run, bench.peer("a0"), bench.now)
+            held_up.record_held_up_alone(bench.run, bench.peer("a0"), bench.now)
         bench.tick(3600.0 * hours + 0.25)
         assert not refusals(bench, "a0")
         bench.join("b0", 0)
@@ -535,7 +535,7 @@ def test_after_a_passed_self_test_another_one_ends_no_refusal_of_a_peer_that_hol
 ):
     bench = collecting()
     lost_an_audit(bench, LIAR)
-    assert held_up.lift(bench.run, PeerId(LIAR), None, bench.now)
+    assert held_up.lift_refusal(bench.run, PeerId(LIAR), None, bench.now)
     spend(bench, LIAR, REFUSED_AT_SECONDS)
     bench.tick(0.25)
     assert [one.self_test for one in refusals(bench, LIAR)] == [False]
@@ -563,8 +563,8 @@ def test_a_self_test_ends_all_refusals_that_are_in_force_or_none(
     now = bench.now + later
     before = held_up.refused_seconds(bench.run, peer, owner, now)
     in_force = [by_self_test for by_self_test, seconds in latest.values() if seconds > later]
-    lifted = held_up.lift(bench.run, peer, owner, now)
+    lifted = held_up.lift_refusal(bench.run, peer, owner, now)
     assert lifted == (bool(in_force) and all(in_force))
     after = held_up.refused_seconds(bench.run, peer, owner, now)
     assert after == (None if lifted else before)
-    assert not held_up.lift(bench.run, peer, owner, now), "there is nothing left to end"
+    assert not held_up.lift_refusal(bench.run, peer, owner, now), "there is nothing left to end"

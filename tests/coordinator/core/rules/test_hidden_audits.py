@@ -10,8 +10,8 @@ from kits.swarm_world.event_bench import Bench, joined
 from swarm_coordinator.core.rules.auditing.auditors import AUDIT_SECONDS
 from swarm_coordinator.core.rules.closing import whole_audits
 from swarm_coordinator.core.state.phases import RunPhase
+from swarm_coordinator.core.trust.arithmetic_classes import Machine
 from swarm_coordinator.core.trust.audits import MAX_IN_HAND, AuditBook, AuditSettings
-from swarm_coordinator.core.trust.classes import Machine
 from swarm_coordinator.simulator.transcripts import simulated_transcript
 from swarm_shared.base.types import PeerId, StageIndex
 from swarm_shared.protocol import Audit

@@ -284,7 +284,7 @@ def test_an_expelled_owner_is_refused_for_an_hour_with_the_reason() -> None:
 def test_a_rest_that_is_due_does_not_shorten_the_refusal_for_a_lost_audit() -> None:
     bench = audited()
     for _ in range(2):
-        held_up.record_alone(bench.run, bench.peer("a0"), bench.now)
+        held_up.record_held_up_alone(bench.run, bench.peer("a0"), bench.now)
     bench.report("a0", 0)
     contradict(bench, *the_order(bench))
     contradict(bench, *the_order(bench))

@@ -288,7 +288,7 @@ def test_a_member_that_is_refused_for_what_it_held_up_is_judged_all_the_same() -
     """Otherwise it could have itself refused for a minute whenever its sum is doubted."""
     bench = filled()
     for _ in range(2):
-        held_up.record_alone(bench.run, bench.peer("a0"), bench.now)
+        held_up.record_held_up_alone(bench.run, bench.peer("a0"), bench.now)
     answer_all(bench)
     close(bench, 14)
     bench.lose("a0")

@@ -12,8 +12,13 @@ from swarm_coordinator.core.rules import held_up
 from swarm_coordinator.core.state.peers import PeerState, owner_of
 from swarm_coordinator.core.state.run import RunState
 from swarm_coordinator.core.state.steps import StepState
-from swarm_coordinator.core.trust.audits import ALIKE_FIRST_SHARE, MAX_IN_HAND, OpenAudit, Order
-from swarm_coordinator.core.trust.classes import Machine
+from swarm_coordinator.core.trust.arithmetic_classes import Machine
+from swarm_coordinator.core.trust.audits import (
+    ALIKE_FIRST_SHARE,
+    MAX_IN_HAND,
+    AuditOrder,
+    OpenAudit,
+)
 from swarm_shared.base.types import PeerId, StageIndex
 from swarm_shared.protocol import Audit, AuditSources
 from swarm_shared.trust.votes import MAX_VOTERS
@@ -101,7 +106,7 @@ def ask(
 ) -> None:  # fmt: skip
     """Send a peer the order to audit; with `compares` it also gets the claim."""
     run.audits.last_audit += 1
-    audit.order = Order(
+    audit.order = AuditOrder(
         run.audits.last_audit, auditor.peer, owner_of(auditor), now, compares,
         auditor.profile.binding,
     )  # fmt: skip

@@ -1,11 +1,12 @@
-"""Verdicts: which counted cells are audited, by which peers, and what follows.
+"""Verdicts: which counted cells are audited, and what follows from the auditors' answers.
 
 Design: docs/decisions, number 0036.
 
-Part of the pure core. A cell may be drawn when its receipt arrives, so that its peer has committed
-itself. Auditors are peers of the same stage and of other owners. The step does not close before its
-audits have ended, up to a limit that follows the step's pace; so a lost audit takes the cells out
-before they count. Values and decisions are in `swarm_coordinator.core.trust`.
+Part of the pure core. Whether a cell is audited is drawn when its receipt arrives: its peer has
+signed its result by then. Auditors are peers of the same stage and of other owners
+(`swarm_coordinator.core.rules.auditing.auditors`). The step does not close before its audits have
+ended, up to a limit that follows the step's pace, so that the cells of a peer that lost an audit
+are cleared before they are averaged. Values and decisions are in `swarm_coordinator.core.trust`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from swarm_coordinator.core.state.step_table import CellKey
 from swarm_coordinator.core.state.steps import StepState
 from swarm_coordinator.core.state.utilisation import Rejection
 from swarm_coordinator.core.trust import chains
-from swarm_coordinator.core.trust.audits import Exactly, OpenAudit, Order
+from swarm_coordinator.core.trust.audits import AuditOrder, ExactFinding, OpenAudit
 from swarm_coordinator.core.trust.whole_audits import CellSums, WholeAudit, sums_of
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex
 from swarm_shared.identity.work_statements import AuditStatement
@@ -44,22 +45,23 @@ from swarm_shared.trust.votes import (
 )
 
 HOLD_SECONDS = 2.0
-"""Seconds for which audits delay the close of a step, at least: longer ones take half the time of
-the step's work, or four times that if all of it is audited."""
+"""Shortest time in seconds that audits may delay the close of a step. In a long step they may take
+half the time of its work, or four times that time if every cell is audited (`delay_close`)."""
 
 DISPUTE_FACTOR = 4.0
-"""Multiple of that time for which disputed audits delay it."""
+"""Multiple of that time for which disputed audits may delay the close."""
 
 HIDDEN_FACTOR = 2.0
-"""The same of hidden ones: the peers beside the audited one may have been asked in vain."""
+"""The same for hidden audits, which may have asked a peer beside the audited one without
+success, and ask another one."""
 
 MAX_WITHHELD = 3
-"""Steps with audits without tensors that fit, and none that passed since, after which the next one
-expels an owner."""
+"""Steps in which an owner may give its auditors no tensors that fit its receipts, without a passed
+audit in between; one more expels it."""
 
 REFUSED_SECONDS = 3600.0
-"""Seconds for which the owner of a lost audit is refused, unless its machine passes a self-test;
-the second one bans it."""
+"""Seconds for which an owner that lost its first audit is refused, unless its machine passes a
+self-test; a second lost audit bans the owner."""
 
 
 # ---------------------------------------------------------------- draws and chains
@@ -77,7 +79,8 @@ def counted(run: RunState, step: StepState, cell: CellKey, now: float) -> None:
         secret = _whole_secret(run, step, peer, cell[1]) if checked else ""
         drawn = run.audits.draws(owner_of(peer), step.audits)
         if drawn or secret:
-            # A member that saw all of its cells audited, or more than are drawn, would know.
+            # Hidden unless drawn: a member that saw all of its cells audited would know that it is
+            # audited whole.
             begin_audit(run, step, audit_of(run, step, cell, now, secret, hidden=not drawn), now)
     if step.audits.open:
         _ask_beside(run, step, cell, now)
@@ -206,7 +209,12 @@ def _counts(step: StepState, audit: OpenAudit) -> bool:
 
 
 def _record(
-    run: RunState, step: StepState, audit: OpenAudit, order: Order, event: AuditAnswered, now: float
+    run: RunState,
+    step: StepState,
+    audit: OpenAudit,
+    order: AuditOrder,
+    event: AuditAnswered,
+    now: float,
 ) -> None:
     """Enter a statement as a vote, or have the auditor compare the tensors."""
     audit.order = None
@@ -232,7 +240,7 @@ def _record(
 
 
 def _keep_sums(
-    run: RunState, step: StepState, audit: OpenAudit, order: Order, statement: AuditStatement,
+    run: RunState, step: StepState, audit: OpenAudit, order: AuditOrder, statement: AuditStatement,
     envelope: str,
 ) -> None:  # fmt: skip
     """Enter the digests of an auditor that computes alike into a whole audit."""
@@ -249,17 +257,20 @@ def _keep_sums(
 
 
 def _compare_bits(
-    run: RunState, audit: OpenAudit, order: Order, statement: AuditStatement, found: Finding
+    run: RunState, audit: OpenAudit, order: AuditOrder, statement: AuditStatement, found: Finding
 ) -> None:
-    """Note what a statement says to the bit, and let its class decide where it contradicts it.
+    """Record whether an auditor's result is equal to the bit.
 
-    All owners decide as ever once one finds more than a tolerance allows.
+    If the two machines were alike and it is not, the audit is decided within the class. Once an
+    auditor finds a difference beyond the tolerance, all owners decide as in any other audit.
     """
     auditor = run.peers[order.auditor]
     exact = finding(audit.claim, statement, 0.0, compared=True)
     assert exact is not None, "only a comparison is missing"
     alike = auditors.is_alike(run, audit, auditor)
-    audit.exactly[order.auditor] = Exactly(auditors.machine_of(auditor, audit.stage), exact, alike)
+    audit.exact_findings[order.auditor] = ExactFinding(
+        auditors.machine_of(auditor, audit.stage), exact, alike
+    )
     if found is not Finding.AGREES:
         audit.within_class = False
     elif alike and exact is not Finding.AGREES and not audit.disputed:
@@ -296,7 +307,7 @@ def _conclude(run: RunState, step: StepState, audit: OpenAudit, found: Outcome, 
         _passed(run, step, audit, now)
     elif found is Outcome.LOST:
         reason = f"what it signed for {_cell_text(step, audit)} is not what the microbatch gives"
-        _lost(run, step, audit.peer, audit.owner, audit, reason + _by(audit), now)
+        _lost(run, step, audit.peer, audit.owner, audit, reason + _distance_text(audit), now)
     elif found is Outcome.WITHHELD:
         _withheld(run, step, audit, now)
     elif audit.votes:
@@ -306,13 +317,13 @@ def _conclude(run: RunState, step: StepState, audit: OpenAudit, found: Outcome, 
 
 
 def _deviates(run: RunState, step: StepState, audit: OpenAudit, now: float) -> None:
-    """Take a peer out of its class whose bits most owners contradict that computed like it before.
+    """Take a peer out of its class: most owners that were alike before now compute other bits.
 
-    The second time within half a day it has lost an audit.
+    A second time within half a day counts as a lost audit.
     """
     reason = (
         f"what it computed of {_cell_text(step, audit)} is not to the bit what others compute that "
-        f"have computed like it before{_by(audit)}"
+        f"have computed like it before{_distance_text(audit)}"
     )
     if run.audits.classes.deviates_again(audit.owner, now):
         reason += ", the second time within half a day"
@@ -327,7 +338,7 @@ def _cell_text(step: StepState, audit: OpenAudit) -> str:
     return f"microbatch {audit.microbatch} of step {step.step} in stage {audit.stage}"
 
 
-def _by(audit: OpenAudit) -> str:
+def _distance_text(audit: OpenAudit) -> str:
     """The largest distance that was found, as part of a sentence."""
     distances = [vote.distance for vote in audit.votes if vote.distance is not None]
     return f" (relative distance {max(distances):.2g})" if distances else ""
@@ -340,11 +351,11 @@ def _passed(run: RunState, step: StepState, audit: OpenAudit, now: float) -> Non
     standing.withheld = standing.unaudited = 0
     standing.vested_step = max(standing.vested_step, step.step)
     standing.unvested_since = NO_STEP
-    for said in audit.exactly.values():
-        if said.finding is Finding.AGREES:
-            run.audits.classes.agreed(audit.machine, said.machine)
-        elif said.finding is Finding.DIFFERS:
-            run.audits.classes.differed(audit.machine, said.machine)
+    for exact in audit.exact_findings.values():
+        if exact.finding is Finding.AGREES:
+            run.audits.classes.agreed(audit.machine, exact.machine)
+        elif exact.finding is Finding.DIFFERS:
+            run.audits.classes.differed(audit.machine, exact.machine)
     for vote in audit.votes:
         if vote.finding is Finding.DIFFERS:
             _lost(
@@ -557,7 +568,7 @@ def _current_audits(run: RunState, step: StepState, now: float) -> Iterator[Open
             _settle_broken(run, step, audit.microbatch, now)
 
 
-def _is_overdue(run: RunState, order: Order, limit: float, now: float) -> bool:
+def _is_overdue(run: RunState, order: AuditOrder, limit: float, now: float) -> bool:
     auditor = run.peers.get(order.auditor)
     is_there = auditor is not None and owner_of(auditor) == order.owner
     return not is_there or now - order.asked_at > limit

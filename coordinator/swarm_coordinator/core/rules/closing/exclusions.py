@@ -20,27 +20,31 @@ MAX_FAILED_ATTEMPTS = 3
 def count_failure(
     run: RunState, step: StepState, parties: list[PeerState], now: float, *, at_once: bool = False
 ) -> None:
-    """Count a failed attempt against all that may have caused it; exclude a peer at its limit.
+    """Count a failed attempt against the one or two peers that may have caused it, and exclude a
+    peer that has reached its limit.
 
-    One that is at odds with most owners of its stage sits the step out at once; so does a peer that
-    failed alone in an earlier step. Of two others that failed together before, neither is at fault
-    for sure: the one whose owner has passed fewer audits sits the step out, and rests if they
-    failed together in an earlier step. With `at_once` at the first attempt: one of the two has
-    lied, or a peer has named itself.
+    One peer is excluded after MAX_FAILED_ATTEMPTS, or at once if it failed alone in an earlier step
+    of the last hour, if its budget is spent, or with `at_once`: it has named itself.
+
+    Of two peers, the one that is at odds with most owners of its stage is excluded at once. If that
+    is neither or both, nothing shows which is at fault. One of them is excluded if they failed
+    together before within an hour, or with `at_once` (one of them has lied): the one whose owner
+    has passed fewer audits. It is also refused for a while if they failed together in an earlier
+    step. Otherwise a peer whose budget is spent is excluded.
     """
     if len(parties) == 1:
         _count_alone(run, step, parties[0], now, at_once=at_once)
         return
     one, other = parties
     since = held_up.at_odds_since(run, one, other, now)
-    if observe(run, step, one, other, now):
+    if record_failed_average(run, step, one, other, now):
         return
     spent = [peer for peer in parties if held_up.is_spent(run, peer, now)]
     at_limit = parties if at_once or since is not None else spent
     for peer in sorted(at_limit, key=lambda p: _rank(run, p)):
         if exclude(run, step, peer.peer, now):
             if since is not None and since < step.previous_applied_at:
-                held_up.record_alone(run, peer, now, rests_at_once=True)
+                held_up.record_held_up_alone(run, peer, now, rests_at_once=True)
             return
 
 
@@ -51,30 +55,32 @@ def _count_alone(
     if (
         at_once
         or failures >= MAX_FAILED_ATTEMPTS
-        or held_up.was_alone(run, peer, now)
+        or held_up.has_held_up_alone(run, peer, now)
         or held_up.is_spent(run, peer, now)
     ):
         exclude_alone(run, step, peer, now)
 
 
 def _rank(run: RunState, peer: PeerState) -> tuple[int, int]:
-    """Passed audits, and then seniority: of two the one with the lesser rank sits out."""
+    """Passed audits, then seniority: of two peers, the one with the lower rank is excluded."""
     return (run.audits.standings.of(owner_of(peer)).passed, -peer.session)
 
 
-def observe(run: RunState, step: StepState, one: PeerState, other: PeerState, now: float) -> bool:
-    """Remember that an average has failed between two peers; exclude the one that is at odds with
-    most owners of its stage, if the other is not. Returns whether one was excluded."""
+def record_failed_average(
+    run: RunState, step: StepState, one: PeerState, other: PeerState, now: float
+) -> bool:
+    """Record that an average has failed between two peers; return whether one was excluded for it:
+    the one that is at odds with most owners of its stage, if the other is not."""
     held_up.record_at_odds(run, one, other, now)
     odd = [peer for peer in (one, other) if held_up.is_at_odds_with_most(run, peer, now)]
     return len(odd) == 1 and exclude_alone(run, step, odd[0], now)
 
 
 def exclude_alone(run: RunState, step: StepState, peer: PeerState, now: float) -> bool:
-    """Exclude the one peer that keeps a step from closing, and remember it."""
+    """Exclude a peer that alone keeps a step from closing, and record that it did so."""
     if not exclude(run, step, peer.peer, now):
         return False
-    held_up.record_alone(run, peer, now)
+    held_up.record_held_up_alone(run, peer, now)
     return True
 
 

@@ -32,14 +32,14 @@ def _parts(step: StepState, closing: CloseState, now: float) -> Iterator[StepPar
     decided, rounds = closing.decided_at, sorted(closing.rounds.items())
     if step.complete_at is not None:
         yield StepPart("compute", None, step.began_at, step.complete_at)
-    starts = [found.began_at for _, found in rounds]
+    starts = [round_.began_at for _, round_ in rounds]
     starts += [failed.began_at for failed in step.failed_rounds]
     yield StepPart("close", None, min(starts), decided)
     for failed in step.failed_rounds:
         for stage in sorted(failed.stages):
             yield StepPart("failed attempt", stage, failed.began_at, failed.ended_at)
-    for stage, found in rounds:
-        yield StepPart("average", stage, found.began_at, found.averaged_at)
+    for stage, round_ in rounds:
+        yield StepPart("average", stage, round_.began_at, round_.averaged_at)
     yield StepPart("apply", None, decided, now)
     for stage, at in sorted(closing.last_applied_at.items()):
         yield StepPart("apply", stage, decided, at)

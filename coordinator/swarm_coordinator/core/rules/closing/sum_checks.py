@@ -35,9 +35,9 @@ def planned(
         return None
     groups: dict[str, SumGroup] = {}
     of_stage: dict[StageIndex, tuple[int, ...]] = {}
-    for stage, of in reductions.items():
+    for stage, reductions_of_stage in reductions.items():
         names: list[str] = []
-        for reduction in of:
+        for reduction in reductions_of_stage:
             tied = reduction.part == "tied"
             name = "the average of the tied parameters" if tied else f"stage {stage}'s average"
             groups.setdefault(name, SumGroup(name, reduction.members))
@@ -48,24 +48,24 @@ def planned(
     return RoundSums(tuple(groups.values()), of_stage)
 
 
-def awaits(found: Round, peer: PeerState, event: SumsStated) -> bool:
+def awaits(round_: Round, peer: PeerState, event: SumsStated) -> bool:
     """Whether a statement answers the check that its sender was sent last."""
-    check = found.sums
+    check = round_.sums
     return (
         check is not None
         and bool(check.seed)
-        and peer.peer in found.awaited
-        and (event.attempt, event.details) == (found.attempt, check.details)
+        and peer.peer in round_.awaited
+        and (event.attempt, event.details) == (round_.attempt, check.details)
     )
 
 
 def record(
-    run: RunState, step: StepState, found: Round, peer: PeerState, event: SumsStated, now: float
+    run: RunState, step: StepState, round_: Round, peer: PeerState, event: SumsStated, now: float
 ) -> str | None:
     """Enter a member's statement; return what makes it no answer at all."""
-    check, statement = found.sums, event.statement
+    check, statement = round_.sums, event.statement
     assert check is not None, "a statement was awaited"
-    here = (run.start.generation, step.step, found.attempt, found.members[peer.peer], check.seed)
+    here = (run.start.generation, step.step, round_.attempt, round_.members[peer.peer], check.seed)
     stated = (
         statement.generation, statement.step, statement.attempt, statement.stage, statement.seed
     )  # fmt: skip
@@ -79,52 +79,52 @@ def record(
         return "it signed digests of slices without being asked for them"
     lie = sums.lie_in(check, peer.peer, statement)
     check.record(peer.peer, SignedSums(statement, event.envelope))
-    found.answer(peer.peer, now)
+    round_.answer(peer.peer, now)
     if lie is not None:
-        _abort(run, found, now)
-        _convict(run, step, found, peer.peer, lie, now)
+        _abort(run, round_, now)
+        _convict(run, step, round_, peer.peer, lie, now)
     return None
 
 
-def advance(run: RunState, step: StepState, found: Round, now: float) -> bool:
+def advance(run: RunState, step: StepState, round_: Round, now: float) -> bool:
     """Whether the sums of a round stand whose members have all answered; send the next check, or
     abort the round, if they do not."""
-    check = found.sums
+    check = round_.sums
     if check is None or check.agreed:
         return True
     if not check.seeds:
-        check.seeds = whole_audits.seeds_for(run, step, found)
+        check.seeds = whole_audits.seeds_for(run, step, round_)
     elif check.details:
-        _conclude(run, step, found, check, now)
+        _conclude(run, step, round_, check, now)
         return False
     elif not sums.agree(check):
         check.details = True
     else:
-        wrong = whole_audits.begin_contests(run, step, found, check, now)
+        wrong = whole_audits.begin_contests(run, step, round_, check, now)
         if wrong:
             reason = f"{short(wrong[0])} put something else into its average than it counted"
-            round_membership.abort(run, found, reason, now)
+            round_membership.abort(run, round_, reason, now)
             return False
         check.agreed = not check.begin_next()
         if check.agreed:
             return True
-    whole_audits.reveal(step, found, check.seed)
-    found.ask_again(now)
+    whole_audits.reveal(step, round_, check.seed)
+    round_.ask_again(now)
     order = SumCheck(
-        step=step.step, attempt=found.attempt, seed=check.seed, details=check.details
+        step=step.step, attempt=round_.attempt, seed=check.seed, details=check.details
     )  # fmt: skip
-    run.broadcast(sorted(found.members), order)
+    run.broadcast(sorted(round_.members), order)
     return False
 
 
-def _conclude(run: RunState, step: StepState, found: Round, check: RoundSums, now: float) -> None:
+def _conclude(run: RunState, step: StepState, round_: Round, check: RoundSums, now: float) -> None:
     """Abort a round whose sums do not agree, with consequences for those that made it so."""
-    owners = {peer: owner_of(run.peers[peer]) for peer in found.members}
+    owners = {peer: owner_of(run.peers[peer]) for peer in round_.members}
     shown = sums.findings(check, owners, run.audits.entitled)
-    since = found.began_at
-    _abort(run, found, now)
+    since = round_.began_at
+    _abort(run, round_, now)
     for peer, reason in shown.lied.items():
-        _convict(run, step, found, peer, reason, now)
+        _convict(run, step, round_, peer, reason, now)
     for pair in sorted(shown.contradictions):
         reducer, member = (run.peers.get(peer) for peer in pair)
         if reducer is None or member is None:
@@ -137,22 +137,22 @@ def _conclude(run: RunState, step: StepState, found: Round, check: RoundSums, no
         exclusions.count_failure(run, step, [reducer, member], now, at_once=True)
 
 
-def _abort(run: RunState, found: Round, now: float) -> None:
-    names = stage_names(found.stages)
-    round_membership.abort(run, found, f"the sums of {names} are not those of its members", now)
+def _abort(run: RunState, round_: Round, now: float) -> None:
+    names = stage_names(round_.stages)
+    round_membership.abort(run, round_, f"the sums of {names} are not those of its members", now)
 
 
 def _convict(
-    run: RunState, step: StepState, found: Round, peer: PeerId, lie: str, now: float
+    run: RunState, step: StepState, round_: Round, peer: PeerId, lie: str, now: float
 ) -> None:
     """Expel the owner of a member whose signed statements show that it lied."""
-    check, state = found.sums, run.peers[peer]
+    check, state = round_.sums, run.peers[peer]
     assert check is not None
     others = (
         one for other in sorted(check.shares.keys() - {peer}) for one in check.evidence(other)
     )
     record = VerdictRecord(
-        step=step.step, microbatch=None, stage=found.members[peer], peer=peer,
+        step=step.step, microbatch=None, stage=round_.members[peer], peer=peer,
         owner=owner_of(state), audited=peer, reason=lie,
         statements=sum_evidence(check.evidence(peer), others),
     )  # fmt: skip

@@ -1,8 +1,11 @@
 """Time limits of a close: overdue rounds and applies end without their silent members.
 
-Part of the pure core (docs/decisions, number 0035). What most members of a stage took says what the
-last ones may take; where most are late, the step before does, and each attempt that timed out
-doubles it.
+Part of the pure core (docs/decisions, number 0035). Two limits bound a round:
+
+1. Once most members of a stage have answered, the last ones get a multiple of the time that most
+   needed (`held_up.deadline`).
+2. Where most are late, a round may take `limits.lease_seconds`, or twice as long as the slowest
+   round of the previous step if that is more. Each attempt of the step that timed out doubles this.
 """
 
 from __future__ import annotations
@@ -38,11 +41,11 @@ def time_out(run: RunState, now: float) -> None:
     longest = min(usual * 2 ** min(step.timeouts, 5), limit * MAX_TIME_FACTOR)
     late = [r for r in closing.each_round() if r.awaited and now - r.asked_at > longest]
     step.timeouts += bool(late)
-    for found in late:
-        _proceed_without_silent(run, step, found, now)
-    for found in closing.each_round():
-        if found.most_reported_at and found.awaited:
-            _proceed_without_last(run, step, found, now)
+    for round_ in late:
+        _proceed_without_silent(run, step, round_, now)
+    for round_ in closing.each_round():
+        if round_.most_reported_at and round_.awaited:
+            _proceed_without_last(run, step, round_, now)
 
 
 def _time_out_apply(run: RunState, step: StepState, closing: CloseState, now: float) -> None:
@@ -65,7 +68,7 @@ def _time_out_apply(run: RunState, step: StepState, closing: CloseState, now: fl
         if peer is not None:
             charge_late_apply(run, step, closing, peer, now)
             if shared and not over:
-                held_up.record_alone(run, peer, now)
+                held_up.record_held_up_alone(run, peer, now)
         closing.remove_member(peer_id)
 
 
@@ -76,17 +79,17 @@ def charge_late_apply(
     if closing.members[peer.peer] in closing.last_applied_at:
         # Without most of the members, what applying takes here is unknown.
         most_at = closing.most_applied_at or closing.decided_at
-        free = held_up.free_until(step, closing.decided_at, most_at)
+        free = held_up.uncharged_until(step, closing.decided_at, most_at)
         held_up.charge(run, peer, free, now, now)
 
 
 def charge_late_report(
-    run: RunState, step: StepState, found: Round, peer: PeerState, now: float
+    run: RunState, step: StepState, round_: Round, peer: PeerState, now: float
 ) -> None:
     """Charge a member what its report came later than those of most members of its stage."""
-    most_at = found.most_reported_at.get(found.members[peer.peer])
-    if most_at is not None and peer.peer in found.awaited:
-        free = held_up.free_until(step, found.asked_at, most_at)
+    most_at = round_.most_reported_at.get(round_.members[peer.peer])
+    if most_at is not None and peer.peer in round_.awaited:
+        free = held_up.uncharged_until(step, round_.asked_at, most_at)
         if free < now:
             held_up.charge(run, peer, free, now, now)
 
@@ -101,80 +104,86 @@ def give_up_catching_up(run: RunState, now: float) -> None:
             membership.resync(run, run.peers[peer], reason, now)
 
 
-def _proceed_without_last(run: RunState, step: StepState, found: Round, now: float) -> None:
+def _proceed_without_last(run: RunState, step: StepState, round_: Round, now: float) -> None:
     """Exclude the last members of a stage, whose others have all averaged in far less time."""
     last: list[PeerId] = []
-    for peer_id in sorted(found.awaited):
-        most_at = found.most_reported_at.get(found.members[peer_id])
-        if most_at is None or now <= held_up.deadline(run, step, found.asked_at, most_at):
+    for peer_id in sorted(round_.awaited):
+        most_at = round_.most_reported_at.get(round_.members[peer_id])
+        if most_at is None or now <= held_up.deadline(run, step, round_.asked_at, most_at):
             return  # it has time left, so that the round cannot end yet
         last.append(peer_id)
-    if found.completes_without(last):
-        _exclude_silent(run, step, found, last, now)
-    elif found.unchecked:
-        _abort_without(run, step, found, last, now)
+    if round_.completes_without(last):
+        _exclude_silent(run, step, round_, last, now)
+    elif round_.unchecked:
+        _abort_without(run, step, round_, last, now)
 
 
 def _exclude_silent(
-    run: RunState, step: StepState, found: Round, silent: list[PeerId], now: float
+    run: RunState, step: StepState, round_: Round, silent: list[PeerId], now: float
 ) -> None:
-    """Let a round end without its silent members, at their charge."""
-    found.awaited.difference_update(silent)
+    """Let a round end without its silent members, and charge them for the wait."""
+    round_.awaited.difference_update(silent)
     for peer_id in silent:
-        _charge_silent(run, step, found, peer_id, now)
-        _exclude_late(run, step, found, peer_id, now)
+        _charge_silent(run, step, round_, peer_id, now)
+        _exclude_late(run, step, round_, peer_id, now)
 
 
 def _exclude_late(
-    run: RunState, step: StepState, found: Round, peer_id: PeerId, now: float
+    run: RunState, step: StepState, round_: Round, peer_id: PeerId, now: float
 ) -> None:
-    """Exclude a member that has not answered; at its cost alone where most of its stage have."""
+    """Exclude a member that has not answered.
+
+    Where most members of its stage have answered, that it held up the step alone is recorded, too.
+    """
     peer = run.peers.get(peer_id)
-    if peer is not None and found.members.get(peer_id) in found.most_reported_at:
+    if peer is not None and round_.members.get(peer_id) in round_.most_reported_at:
         exclusions.exclude_alone(run, step, peer, now)
     else:
         exclusions.exclude(run, step, peer_id, now)
 
 
 def _charge_silent(
-    run: RunState, step: StepState, found: Round, peer_id: PeerId, now: float
+    run: RunState, step: StepState, round_: Round, peer_id: PeerId, now: float
 ) -> None:
-    """Charge a silent member; a minority of its stage that has reported is no evidence against it,
-    as it may have reported without averaging."""
-    peer, stage = run.peers.get(peer_id), found.members[peer_id]
-    most_at = found.most_reported_at.get(stage)
+    """Charge a silent member for the wait.
+
+    If only a minority of its stage has reported, the wait is charged as a dispute with one of these
+    members: they may have reported without averaging.
+    """
+    peer, stage = run.peers.get(peer_id), round_.members[peer_id]
+    most_at = round_.most_reported_at.get(stage)
     if peer is None:
         return
-    free = held_up.free_until(step, found.asked_at, most_at or found.asked_at)
+    free = held_up.uncharged_until(step, round_.asked_at, most_at or round_.asked_at)
     if most_at is not None:
         held_up.charge(run, peer, free, now, now)
         return
-    reported = sorted(p for p in found.answered if found.members.get(p) == stage)
+    reported = sorted(p for p in round_.answered if round_.members.get(p) == stage)
     others = [run.peers[p] for p in reported if p in run.peers]
     if others:
         held_up.dispute(run, peer, others[0], free, now, now)
 
 
-def _proceed_without_silent(run: RunState, step: StepState, late: Round, now: float) -> None:
+def _proceed_without_silent(run: RunState, step: StepState, round_: Round, now: float) -> None:
     """Exclude the silent members of an overdue round, or abort it.
 
     A stage that is silent as a whole is slow. A member that is silent while others of its stage
     have reported is stuck.
     """
-    done = {stage for peer, stage in late.members.items() if peer not in late.awaited}
-    silent = sorted(peer for peer in late.awaited if late.members[peer] in done)
-    if late.completes_without(silent):
-        _exclude_silent(run, step, late, silent, now)
+    done = {stage for peer, stage in round_.members.items() if peer not in round_.awaited}
+    silent = sorted(peer for peer in round_.awaited if round_.members[peer] in done)
+    if round_.completes_without(silent):
+        _exclude_silent(run, step, round_, silent, now)
         return
-    _abort_without(run, step, late, silent, now)
+    _abort_without(run, step, round_, silent, now)
 
 
 def _abort_without(
-    run: RunState, step: StepState, late: Round, silent: list[PeerId], now: float
+    run: RunState, step: StepState, round_: Round, silent: list[PeerId], now: float
 ) -> None:
-    """Abort an overdue round, and exclude its silent members at their charge."""
+    """Abort an overdue round, exclude its silent members, and charge them for the wait."""
     for peer in silent:
-        _charge_silent(run, step, late, peer, now)
-    round_membership.abort(run, late, "it took too long", now)
+        _charge_silent(run, step, round_, peer, now)
+    round_membership.abort(run, round_, "it took too long", now)
     for peer in silent:
-        _exclude_late(run, step, late, peer, now)
+        _exclude_late(run, step, round_, peer, now)

@@ -48,34 +48,34 @@ Known = dict[MicrobatchIndex, dict[PeerId, CellSums]]
 """What auditors have stated of each cell as it counts, by owner."""
 
 
-def seeds_for(run: RunState, step: StepState, found: Round) -> tuple[str, ...]:
+def seeds_for(run: RunState, step: StepState, round_: Round) -> tuple[str, ...]:
     """The seeds of a round's checks: one that is drawn, then those of whole audits."""
     book = run.audits
     audited = [
         (book.draw(), whole.seed)
         for (peer, stage), whole in step.audits.whole.items()
-        if found.members.get(peer) == stage and whole.attempt is None
+        if round_.members.get(peer) == stage and whole.attempt is None
     ]
     chosen = [seed for _, seed in sorted(audited)[:MOST_CHECKED]]
     return (book.draw_secret(), *(chosen or [book.draw_secret()]))
 
 
-def reveal(step: StepState, found: Round, seed: str) -> None:
+def reveal(step: StepState, round_: Round, seed: str) -> None:
     """Note that the members of a round learn a seed; the next attempt needs another one."""
     for whole in step.audits.whole.values():
         if whole.seed == seed:
-            whole.attempt = found.attempt
+            whole.attempt = round_.attempt
 
 
 def begin_contests(
-    run: RunState, step: StepState, found: Round, check: RoundSums, now: float
+    run: RunState, step: StepState, round_: Round, check: RoundSums, now: float
 ) -> list[PeerId]:
     """The members whose sums under the present seed, their own, are not those of their audited
     cells; their audits are repeated."""
     wrong: list[PeerId] = []
     for member, whole in step.audits.whole.items():
         peer, stage = member
-        if found.members.get(peer) != stage or whole.seed != check.seed:
+        if round_.members.get(peer) != stage or whole.seed != check.seed:
             continue
         cells = _cells_of(step.table, member)
         known = [_stated_of(step, member, whole, microbatch) for microbatch in cells]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from swarm_coordinator.core.trust import classes
-from swarm_coordinator.core.trust.classes import (
+from swarm_coordinator.core.trust import arithmetic_classes
+from swarm_coordinator.core.trust.arithmetic_classes import (
     AGREED_CELLS,
     DEVIATION_SECONDS,
-    Classes,
+    ArithmeticClasses,
     Machine,
     groups,
     restored_classes,
@@ -23,13 +23,15 @@ def machine(name: str, stage: int = 0, device: str = "cpu") -> Machine:
 A, B, C = machine("a"), machine("b"), machine("c")
 
 
-def agree(known: Classes, one: Machine, other: Machine, cells: int = AGREED_CELLS) -> None:
+def agree(
+    known: ArithmeticClasses, one: Machine, other: Machine, cells: int = AGREED_CELLS
+) -> None:
     for _ in range(cells):
         known.agreed(one, other)
 
 
 def test_two_machines_are_alike_once_they_have_agreed_in_several_cells() -> None:
-    known = Classes()
+    known = ArithmeticClasses()
     agree(known, A, B, AGREED_CELLS - 1)
     assert not known.alike(A, B)
     assert known.has_agreed(B, A)
@@ -39,7 +41,7 @@ def test_two_machines_are_alike_once_they_have_agreed_in_several_cells() -> None
 
 
 def test_chance_agreements_of_unlike_machines_do_not_add_up() -> None:
-    known = Classes()
+    known = ArithmeticClasses()
     for _ in range(3):
         agree(known, A, B, AGREED_CELLS - 1)
         known.differed(B, A)
@@ -48,7 +50,7 @@ def test_chance_agreements_of_unlike_machines_do_not_add_up() -> None:
 
 def test_likeness_does_not_carry_over_from_one_pair_to_the_next() -> None:
     """Otherwise one that computes like both could make two unlike honest machines seem alike."""
-    known = Classes()
+    known = ArithmeticClasses()
     agree(known, A, B)
     agree(known, B, C)
     assert not known.alike(A, C)
@@ -56,13 +58,13 @@ def test_likeness_does_not_carry_over_from_one_pair_to_the_next() -> None:
 
 @pytest.mark.parametrize("other", [machine("a", stage=1), machine("a", device="cuda")])
 def test_another_stage_or_device_is_another_machine(other: Machine) -> None:
-    known = Classes()
+    known = ArithmeticClasses()
     agree(known, A, B)
     assert not known.alike(other, B)
 
 
 def test_what_has_changed_is_stored_and_restored_and_what_is_forgotten_with_it() -> None:
-    known = Classes()
+    known = ArithmeticClasses()
     agree(known, B, A)
     agree(known, A, C, 2)
     stored = known.take_changed()
@@ -77,8 +79,8 @@ def test_what_has_changed_is_stored_and_restored_and_what_is_forgotten_with_it()
 def test_pairs_without_end_are_bounded_and_those_that_agreed_in_most_cells_stay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(classes, "MAX_PAIRS", 16)
-    known = Classes()
+    monkeypatch.setattr(arithmetic_classes, "MAX_PAIRS", 16)
+    known = ArithmeticClasses()
     agree(known, A, B)
     for number in range(100):
         known.agreed(A, machine(f"x{number}"))
@@ -88,7 +90,7 @@ def test_pairs_without_end_are_bounded_and_those_that_agreed_in_most_cells_stay(
 
 
 def test_an_owner_deviates_again_only_within_half_a_day() -> None:
-    known = Classes()
+    known = ArithmeticClasses()
     assert not known.deviates_again(PeerId("a"), 100.0)
     assert not known.deviates_again(PeerId("b"), 100.0)
     assert known.deviates_again(PeerId("a"), 100.0 + DEVIATION_SECONDS)
@@ -99,7 +101,7 @@ def test_an_owner_deviates_again_only_within_half_a_day() -> None:
 
 
 def test_groups_are_shown_by_stage_with_every_machine_that_is_alike_to_one_of_them() -> None:
-    known = Classes()
+    known = ArithmeticClasses()
     lone = machine("d")
     agree(known, A, B)
     agree(known, C, B)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from kits.swarm_world.event_bench import joined
 from swarm_coordinator.core.events import Note, ReceiptsVerified, Send, VerdictRecord
 from swarm_coordinator.core.state.phases import RunPhase
+from swarm_coordinator.core.trust.arithmetic_classes import AGREED_CELLS, DEVIATION_SECONDS, Machine
 from swarm_coordinator.core.trust.audits import AuditBook, AuditSettings
-from swarm_coordinator.core.trust.classes import AGREED_CELLS, DEVIATION_SECONDS, Machine
 from swarm_coordinator.simulator.transcripts import simulated_transcript
 from swarm_shared.base.transcript import Transcript
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step

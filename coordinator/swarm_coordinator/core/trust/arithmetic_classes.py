@@ -1,9 +1,9 @@
-"""Classes of machines: which peers compute alike, to the bit, as their audits have shown.
+"""Classes of arithmetic: which machines give equal results to the bit, as audits have shown.
 
-Values and pure decisions (docs/decisions, number 0036). Two machines are alike once they have
-agreed to the bit in several audited cells of a stage. That is known of each pair by itself, and
-does not carry over from one pair to the next: a peer that computes some cells like one machine and
-some like another would otherwise make two honest ones seem alike that are not.
+Values and pure decisions (docs/decisions, number 0036). Two machines are alike once their results
+were equal to the bit in several audited cells of a stage. Each pair is recorded by itself: if A is
+like B and B like C, A need not be like C. A dishonest peer B could otherwise copy A in some cells
+and C in others, and two honest machines that differ would seem alike.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def pair_of(one: Machine, other: Machine) -> Pair:
 
 
 @dataclass(slots=True)
-class Classes:
+class ArithmeticClasses:
     """The pairs of machines that have agreed, and which have changed since they were stored."""
 
     cells: dict[Pair, int] = field(default_factory=dict)
@@ -65,13 +65,15 @@ class Classes:
         self.changed.add(pair)
 
     def differed(self, one: Machine, other: Machine) -> None:
-        """They have not: what they have agreed in before was chance, or is over."""
+        """Both have computed different bits of a cell: forget in how many they agreed before."""
         self._forget(pair_of(one, other))
 
     def has_agreed(self, one: Machine, other: Machine) -> bool:
+        """Whether both have computed the same bits of a cell, since they last did not."""
         return pair_of(one, other) in self.cells
 
     def alike(self, one: Machine, other: Machine) -> bool:
+        """Whether both have agreed in AGREED_CELLS."""
         return self.cells.get(pair_of(one, other), 0) >= AGREED_CELLS
 
     def forget(self, peer: PeerId) -> None:
@@ -101,9 +103,9 @@ class Classes:
         )  # fmt: skip
 
 
-def restored_classes(records: Iterable[AgreementRecord]) -> Classes:
+def restored_classes(records: Iterable[AgreementRecord]) -> ArithmeticClasses:
     """The pairs of an earlier start of the coordinator."""
-    return Classes(
+    return ArithmeticClasses(
         {
             (Machine(r.stage, r.peer, r.device), Machine(r.stage, r.other, r.other_device)): r.cells
             for r in records
