@@ -30,7 +30,7 @@ MOST_LINES_OF_A_FILE = 700
 """A file may have as many where it holds one idea; a longer one is cut by idea, not by length."""
 
 MOST_LINES_OF_A_FUNCTION = 60
-MOST_LINES_OF_THE_README = 250
+MOST_LINES_OF_THE_README = 200
 MOST_MODULES_OF_A_FOLDER = 16
 """Without `__init__`; a room that can be taken in at a glance."""
 
