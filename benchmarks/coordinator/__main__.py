@@ -150,7 +150,7 @@ async def serving(folder: Path, manifest: Manifest, clock: Clock) -> AsyncIterat
         invites.append(invite)
         ready.set()
 
-    service = CoordinatorContext(
+    context = CoordinatorContext(
         folder=run_folder, settings=load_settings(run_folder), manifest=manifest,
         identity=load_identity(run_folder), store=store, report=lambda line: None,
         clock=clock, on_serving=serves,
@@ -158,7 +158,7 @@ async def serving(folder: Path, manifest: Manifest, clock: Clock) -> AsyncIterat
     latencies = Latencies(clock)
     # The shell calls the core through this attribute.
     setattr(server, "transition", latencies.transition)  # noqa: B010
-    coordinator = server.Coordinator(service)
+    coordinator = server.Coordinator(context)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(coordinator.run)
         await ready.wait()

@@ -123,7 +123,7 @@ def _serve(
     identity = load_identity(folder)
     store = open_store(location)
     try:
-        service = CoordinatorContext(
+        context = CoordinatorContext(
             folder=folder,
             settings=settings,
             manifest=manifest,
@@ -140,7 +140,7 @@ def _serve(
             if settings.evaluation.every_steps
             else None,
         )
-        trio.run(serve, service)
+        trio.run(serve, context)
     except LeadershipError:
         if standby and not store.leads:
             return False

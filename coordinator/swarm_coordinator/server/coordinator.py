@@ -99,7 +99,7 @@ REVOKED_LINGER_SECONDS = 2.0
 """Seconds for a revoked peer to read the reason before its connection is closed."""
 
 
-async def serve(service: CoordinatorContext) -> None:
+async def serve(context: CoordinatorContext) -> None:
     """Run until the run finishes or the organiser stops it. SwarmError when it cannot go on.
 
     A run that has finished before is served until the organiser stops it.
@@ -108,18 +108,18 @@ async def serve(service: CoordinatorContext) -> None:
     """
     while True:
         try:
-            await _serve_once(service)
+            await _serve_once(context)
             return
         except CoreFailure as failure:
-            service.report(f"{failure}; the run is started again without that peer")
-            service = replace(service, verified=None)
+            context.report(f"{failure}; the run is started again without that peer")
+            context = replace(context, verified=None)
 
 
-async def _serve_once(service: CoordinatorContext) -> None:
-    coordinator = Coordinator(service)
+async def _serve_once(context: CoordinatorContext) -> None:
+    coordinator = Coordinator(context)
     try:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(_keep_leading, service.store)
+            nursery.start_soon(_keep_leading, context.store)
             await coordinator.run()
             nursery.cancel_scope.cancel()
     except BaseExceptionGroup as group:
@@ -147,49 +147,49 @@ def first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
 class Coordinator:
     """One start of the coordinator. `run` does everything; the other methods are its parts."""
 
-    def __init__(self, service: CoordinatorContext) -> None:
-        self._service = service
-        self._run_id = run_id_of(service.manifest)
+    def __init__(self, context: CoordinatorContext) -> None:
+        self._context = context
+        self._run_id = run_id_of(context.manifest)
         self._queue = EventQueue()
         self._sessions = ClientSessions()
-        self._news = NewsPublisher(Leaderboard(service.manifest))
+        self._news = NewsPublisher(Leaderboard(context.manifest))
         self._checkpoints = CheckpointFolder.of_run(
-            service.folder, service.manifest, service.settings.checkpoint.keep
+            context.folder, context.manifest, context.settings.checkpoint.keep
         )
 
     async def run(self) -> None:
-        service = self._service
-        restored = await restore(service, self._checkpoints, self._note)
+        context = self._context
+        restored = await restore(context, self._checkpoints, self._note)
         await self._count_contributions()
         self._admission = AdmissionAuthority(
-            service.identity, self._run_id, Generation(restored.generation),
-            service.settings.admission.mode, service.store.read(read_admission),
-            service.store.write, wall, DeviceOwners(service.store.read(read_owners)),
+            context.identity, self._run_id, Generation(restored.generation),
+            context.settings.admission.mode, context.store.read(read_admission),
+            context.store.write, wall, DeviceOwners(context.store.read(read_owners)),
         )  # fmt: skip
         self._admission_service = AdmissionService(
-            service.folder, self._admission, service.store, self._sessions,
-            self._queue.put_and_wait, service.clock, service.renew_after_seconds,
+            context.folder, self._admission, context.store, self._sessions,
+            self._queue.put_and_wait, context.clock, context.renew_after_seconds,
         )  # fmt: skip
         async with AsyncExitStack() as stack:
             stack.enter_context(low_latency())
-            self._node, addresses = await open_network(service, stack)
+            self._node, addresses = await open_network(context, stack)
             token = await self._admission_service.standing_token()
             await anyio.to_thread.run_sync(
-                write_missing_trees, service.folder.data, service.manifest.data, self._note
+                write_missing_trees, context.folder.data, context.manifest.data, self._note
             )
-            tokens = RunTokens(service.manifest, service.folder.data)
+            tokens = RunTokens(context.manifest, context.folder.data)
             self._tickets = TicketOffice(
-                service.identity, self._run_id, Generation(restored.generation), tokens
+                context.identity, self._run_id, Generation(restored.generation), tokens
             )
             self._state = begin_run(
-                service, restored, addresses, self._own_certificate(),
+                context, restored, addresses, self._own_certificate(),
                 self._admission_service.revoked_at_start(), tokens,
             )  # fmt: skip
             status_writer = self._serve_protocols(addresses)
             await status_writer.write_status()
             # Before `on_serving` announces the coordinator: from now on a Ctrl-C stops in order.
             signals = stack.enter_context(trio.open_signal_receiver(*stop_signals()))
-            service.on_serving(invite_for(service.manifest, addresses, token))
+            context.on_serving(invite_for(context.manifest, addresses, token))
             try:
                 await self._run_tasks(status_writer, signals)
             finally:
@@ -199,35 +199,35 @@ class Coordinator:
 
     def _serve_protocols(self, addresses: tuple[str, ...]) -> StatusWriter:
         """Serve every protocol of the coordinator. Until now the node has refused all streams."""
-        service, node, admission = self._service, self._node, self._admission
-        if service.settings.network.relay:
+        context, node, admission = self._context, self._node, self._admission
+        if context.settings.network.relay:
             node.serve_relay(RelayLimits(), self._may_use_relay)
         reports = LinkReports(node, self._state.peers.__contains__)
         self.control = ControlServer(
             admission, self._sessions, self._queue, reports.record,
             AddressProof(self._known_addresses, Interfaces.of_this_machine),
-            lambda peer: service.core_failures.check(peer, service.clock()),
+            lambda peer: context.core_failures.check(peer, context.clock()),
             ReceiptChecker(
-                self._run_id, partial(may_count, self._state), most_microbatches(service.manifest)
+                self._run_id, partial(may_count, self._state), most_microbatches(context.manifest)
             ),
         )  # fmt: skip
         self._fetcher = CheckpointFetcher(
-            node, self._checkpoints, self._run_id, service.manifest.stage_count,
+            node, self._checkpoints, self._run_id, context.manifest.stage_count,
             self._own_certificate, self._queue.put,
         )  # fmt: skip
         serve_transfers(
-            node, catalogue(service.folder, service.manifest, self._checkpoints),
+            node, catalogue(context.folder, context.manifest, self._checkpoints),
             self._admission_service.transfer_check(),
-            LeafFiles(service.folder.data, service.manifest.data),
+            LeafFiles(context.folder.data, context.manifest.data),
         )  # fmt: skip
         node.admit_only(lambda peer, _: admission.refusal(peer) is None, knows=self._may_use_relay)
-        serve_probe(node, probe_judge(admission, lambda: self._state, service.manifest))
+        serve_probe(node, probe_judge(admission, lambda: self._state, context.manifest))
         node.serve(
-            CONTROL_PROTOCOL, self.control.handle, control_limits(service.manifest), public=True,
+            CONTROL_PROTOCOL, self.control.handle, control_limits(context.manifest), public=True,
             max_streams_per_peer=MAX_CONTROL_STREAMS,
         )  # fmt: skip
         return StatusWriter(
-            service, self._state, addresses, reports, self._admission_service, self._sessions,
+            context, self._state, addresses, reports, self._admission_service, self._sessions,
             self.control,
         )  # fmt: skip
 
@@ -248,19 +248,19 @@ class Coordinator:
             nursery.start_soon(status_writer.prune_rows_repeatedly)
             nursery.start_soon(self._admission_service.serve_commands, self._note)
             nursery.start_soon(self._admission_service.renew_certificates)
-            if self._service.dashboard_process is not None:
-                nursery.start_soon(self._service.dashboard_process.run)
-            if self._service.evaluator_process is not None:
-                nursery.start_soon(self._service.evaluator_process.run, self._service.store)
+            if self._context.dashboard_process is not None:
+                nursery.start_soon(self._context.dashboard_process.run)
+            if self._context.evaluator_process is not None:
+                nursery.start_soon(self._context.evaluator_process.run, self._context.store)
             await self._queue.take_all(self._handle_event)
             nursery.cancel_scope.cancel()
 
     def _own_certificate(self) -> str:
-        return self._admission.certificate(self._service.identity.peer_id, "coordinator")
+        return self._admission.certificate(self._context.identity.peer_id, "coordinator")
 
     def _known_addresses(self, peer: PeerId) -> Sequence[str]:
         """Where a relay is known to be: the coordinator, or an attached peer."""
-        if peer == self._service.identity.peer_id:
+        if peer == self._context.identity.peer_id:
             return self._state.start.record.addresses
         relay = self._state.peers.get(peer)
         return () if relay is None else (*relay.contact.addresses, *relay.contact.local)
@@ -271,7 +271,7 @@ class Coordinator:
 
     async def _count_contributions(self) -> None:
         """Begin the leaderboard with the database's sums. Read in a thread: a run may be long."""
-        store = self._service.store
+        store = self._context.store
         self._news.leaderboard.begin(
             await anyio.to_thread.run_sync(store.read, read_contributions),
             await anyio.to_thread.run_sync(store.read, read_owners),
@@ -282,7 +282,7 @@ class Coordinator:
     async def _handle_event(self, event: Event) -> bool:
         """Process one event. Returns True when the core commands the end."""
         # A process that was frozen and has lost the leadership must not send anything more.
-        await self._service.store.ensure_leadership()
+        await self._context.store.ensure_leadership()
         if isinstance(event, PeerAttached):
             refusal = self._admission.refusal(event.peer)
             if refusal is not None:  # since its hello was answered
@@ -292,18 +292,18 @@ class Coordinator:
             hello = event.hello
             team, owner = normalised_team(hello.team), event.owner
             binding = "" if owner is None else hello.owner
-            self._service.store.post(PeerSeen(event.peer, hello.name, team, binding))
+            self._context.store.post(PeerSeen(event.peer, hello.name, team, binding))
             self._news.leaderboard.describe(event.peer, hello.name, team, owner)
         elif isinstance(event, PeersRevoked):
             for peer in event.peers:
                 self._nursery.start_soon(self._disconnect_revoked, peer)
         elif isinstance(event, SessionLost):
-            self._service.store.post(PeerSeen(event.peer))
+            self._context.store.post(PeerSeen(event.peer))
         elif isinstance(event, CheckpointStored) and not self._fetcher.is_current(event.version):
             log.info("the checkpoint of step %d was abandoned", event.version)
             return False
         try:
-            commands = transition(self._state, event, self._service.clock())
+            commands = transition(self._state, event, self._context.clock())
         except Exception as error:
             self._refuse_author(event, error)
             raise
@@ -335,7 +335,7 @@ class Coordinator:
             return
         kind = type(event).__name__
         log.exception("the core failed on %s of %s", kind, author)
-        seconds = self._service.core_failures.failed_on(author, self._service.clock())
+        seconds = self._context.core_failures.failed_on(author, self._context.clock())
         raise CoreFailure(
             f"the coordinator failed on {kind} of {author}, which is refused for "
             f"{duration_text(seconds)}; see the log for the cause"
@@ -343,9 +343,9 @@ class Coordinator:
 
     def _publish_news(self, event: Event) -> None:
         """Send due run news, after the event's commands: a joining peer has its Welcome by then."""
-        evaluator = self._service.evaluator_process
+        evaluator = self._context.evaluator_process
         shown = None if evaluator is None else evaluator.shown(self._state.history.version)
-        news = self._news.due(self._state, self._service.clock(), shown)
+        news = self._news.due(self._state, self._context.clock(), shown)
         if news is not None:
             self._sessions.broadcast(self._state.peers, news)
         elif isinstance(event, PeerAttached) and self._news.latest is not None:
@@ -369,7 +369,7 @@ class Coordinator:
             record = command.record
             if isinstance(record, VerdictRecord):
                 record = self._with_receipt(record)
-            await self._service.store.write(record)
+            await self._context.store.write(record)
             if isinstance(command.record, AppliedStep):
                 self._news.leaderboard.add_step(command.record)
             elif isinstance(command.record, CheckpointRecord):
@@ -377,7 +377,7 @@ class Coordinator:
             elif isinstance(command.record, RolledBack | VerdictRecord):
                 await self._count_contributions()
         elif isinstance(command, Remember):
-            self._service.store.post(command.record)
+            self._context.store.post(command.record)
         elif isinstance(command, Ban):
             self._nursery.start_soon(self._ban, command)
         elif isinstance(command, Note):
@@ -426,8 +426,8 @@ class Coordinator:
     def _note(self, text: str, peer: PeerId | None = None) -> None:
         text = printable(text)
         log.info("%s%s", text, f" [{peer}]" if peer else "")
-        self._service.report(text)
-        self._service.store.post(Note(text, peer))
+        self._context.report(text)
+        self._context.store.post(Note(text, peer))
 
     async def _take_signals(self, signals: AsyncIterator[int]) -> None:
         """Stop in order at the first signal, at once at a second Ctrl-C."""
@@ -439,7 +439,7 @@ class Coordinator:
                 continue
             asked = True
             if self._state.phase is not RunPhase.FINISHED:
-                self._service.report(
+                self._context.report(
                     "stopping: the step in progress and a last checkpoint are finished first; "
                     "press Ctrl-C again to stop at once"
                 )

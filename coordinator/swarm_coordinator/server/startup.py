@@ -70,16 +70,16 @@ class CoordinatorContext:
 
 
 async def restore(
-    service: CoordinatorContext, checkpoints: CheckpointFolder, note: Callable[[str], None]
+    context: CoordinatorContext, checkpoints: CheckpointFolder, note: Callable[[str], None]
 ) -> Restored:
     """Restore the run from the store, with the newest checkpoint whose files are complete."""
-    before = service.store.restore()
-    known = service.store.read(read_checkpoints)
+    before = context.store.restore()
+    known = context.store.read(read_checkpoints)
     lost = before.generation == 0 and bool(checkpoints.versions())
-    service.store.next_generation(generation_floor(wall()) if lost else 0)
-    restored = service.store.restore()
+    context.store.next_generation(generation_floor(wall()) if lost else 0)
+    restored = context.store.restore()
     await anyio.to_thread.run_sync(checkpoints.discard_all_partial)
-    found = service.verified
+    found = context.verified
     if found is None or found.version not in known:
         found = await anyio.to_thread.run_sync(
             lambda: checkpoints.latest_valid(note, None if lost else known)
@@ -90,22 +90,22 @@ async def restore(
             f"the database is new; the run continues from its checkpoint of step {found.version}"
         )
         note(reason)
-        await service.store.write(found)
-        await service.store.write(RolledBack(found.version, reason))
-        restored = service.store.restore()
+        await context.store.write(found)
+        await context.store.write(RolledBack(found.version, reason))
+        restored = context.store.restore()
     if found is None and known:
         note("no checkpoint of this run is usable")
-    at_end = restored.version >= service.manifest.training.steps
+    at_end = restored.version >= context.manifest.training.steps
     return replace(restored, checkpoint=found, finished=restored.finished and at_end)
 
 
 async def open_network(
-    service: CoordinatorContext, stack: AsyncExitStack
+    context: CoordinatorContext, stack: AsyncExitStack
 ) -> tuple[Node, tuple[str, ...]]:
     """Open the node on the port asked for, or on that of the first start, which invites contain."""
-    network = service.settings.network
-    wanted = service.port or network.listen_port
-    remembered = None if wanted else service.folder.remembered_port()
+    network = context.settings.network
+    wanted = context.port or network.listen_port
+    remembered = None if wanted else context.folder.remembered_port()
     port = wanted or remembered or 0
     listen = listen_address(network.listen_host, port)
     if not port:
@@ -113,7 +113,7 @@ async def open_network(
         listen = listen_address(network.listen_host, port)
     try:
         node = await stack.enter_async_context(
-            open_node(service.identity, [listen], max_inbound_streams_per_peer=MAX_STREAMS)
+            open_node(context.identity, [listen], max_inbound_streams_per_peer=MAX_STREAMS)
         )
     except NetworkError as error:
         hint = (
@@ -121,8 +121,8 @@ async def open_network(
             "--port chooses another one, and then new invites are needed."
         )
         raise NetworkError(f"{error}{hint if remembered else ''}") from error
-    if service.folder.remembered_port() != port:
-        service.folder.remember_port(port)
+    if context.folder.remembered_port() != port:
+        context.folder.remember_port(port)
     addresses = dialable_addresses(network.listen_host, port, network.announce)
     if network.listen_host == "0.0.0.0":
         try:
@@ -137,7 +137,7 @@ async def open_network(
 
 
 def begin_run(
-    service: CoordinatorContext,
+    context: CoordinatorContext,
     restored: Restored,
     addresses: tuple[str, ...],
     certificate: str,
@@ -145,16 +145,16 @@ def begin_run(
     tokens: RunTokens,
 ) -> RunState:
     """Make the core's first state. `certificate` and `addresses` are the coordinator's own."""
-    envelope = read_bytes(service.folder.manifest, MAX_MANIFEST_BYTES)
+    envelope = read_bytes(context.folder.manifest, MAX_MANIFEST_BYTES)
     coordinator = PeerRecord(
-        peer=service.identity.peer_id, stage=StageIndex(0), addresses=addresses,
+        peer=context.identity.peer_id, stage=StageIndex(0), addresses=addresses,
         certificate=certificate, microbatches_per_second=0.0, accepts_work=False,
     )  # fmt: skip
     return begin(
-        service.manifest, encode_envelope(envelope), coordinator, restored,
-        service.clock(), revoked, rebalancing_settings(service.settings.rebalancing),
-        AuditBook(service.settings.trust.audit_settings, SystemRandom().random, tokens.drawn),
-        service.settings.checkpoint.keep,
+        context.manifest, encode_envelope(envelope), coordinator, restored,
+        context.clock(), revoked, rebalancing_settings(context.settings.rebalancing),
+        AuditBook(context.settings.trust.audit_settings, SystemRandom().random, tokens.drawn),
+        context.settings.checkpoint.keep,
     )  # fmt: skip
 
 

@@ -36,7 +36,7 @@ PRUNE_SECONDS = 60.0
 class StatusWriter:
     """Collects what the status needs from the parts of the coordinator."""
 
-    service: CoordinatorContext
+    context: CoordinatorContext
     state: RunState
     addresses: tuple[str, ...]
     reports: LinkReports
@@ -46,13 +46,13 @@ class StatusWriter:
 
     async def write_status(self, *, running: bool = True) -> float:
         """Write the status file. Returns the CPU seconds that this took."""
-        service, pages = self.service, self.service.dashboard_process
-        evaluator = service.evaluator_process
+        context, pages = self.context, self.context.dashboard_process
+        evaluator = context.evaluator_process
         try:
             return await write_status(
-                service.folder.status,
+                context.folder.status,
                 self.state,
-                service.clock(),
+                context.clock(),
                 self.reports.links(),
                 self.reports.paths(self.state.peers),
                 running=running,
@@ -82,15 +82,15 @@ class StatusWriter:
         while True:
             await trio.sleep(LINKS_SECONDS)
             for links in self.reports.unsaved_links():
-                self.service.store.post(LinksReported(links))
+                self.context.store.post(LinksReported(links))
                 await trio.sleep(COMMIT_SECONDS)
 
     async def prune_rows_repeatedly(self) -> None:
         while True:
-            self.service.store.post(RowsPruned())
+            self.context.store.post(RowsPruned())
             await trio.sleep(PRUNE_SECONDS)
 
     def save_links(self) -> None:
         """Write all links at once, at the end of the run."""
         for links in self.reports.unsaved_links():
-            self.service.store.post(LinksReported(links))
+            self.context.store.post(LinksReported(links))

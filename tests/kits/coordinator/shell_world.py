@@ -143,7 +143,7 @@ async def served(
         invites.append(invite)
         ready.set()
 
-    service = CoordinatorContext(
+    context = CoordinatorContext(
         folder=folder, settings=load_settings(folder), manifest=manifest,
         identity=load_identity(folder), store=store, report=lines.append, port=port,
         on_serving=on_serving, renew_after_seconds=renew_after_seconds,
@@ -153,7 +153,7 @@ async def served(
     async def run(scope: trio.CancelScope) -> None:
         try:
             with scope:
-                await serve(service)
+                await serve(context)
         except Exception as error:  # noqa: BLE001 (raised again below)
             failure.append(error)
         ended.set()
