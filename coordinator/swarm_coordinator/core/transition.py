@@ -67,12 +67,10 @@ from swarm_coordinator.core.rules import (
     departure,
     held_up,
     membership,
-    microbatches,
     not_finite,
     rebalancing,
     roster,
     round_membership,
-    speculation,
     stage_recovery,
     state_transfer,
     step_close,
@@ -80,6 +78,14 @@ from swarm_coordinator.core.rules import (
 )
 from swarm_coordinator.core.rules.auditing import cleared_cells, verdicts
 from swarm_coordinator.core.rules.closing import time_limits, whole_audits
+from swarm_coordinator.core.rules.microbatches import (
+    cells,
+    heartbeats,
+    leases,
+    masks,
+    speculation,
+    steps,
+)
 from swarm_coordinator.core.rules.release import Release, release
 from swarm_coordinator.core.state.checkpoints import CheckpointState
 from swarm_coordinator.core.state.held_time import restored_held_time
@@ -239,7 +245,7 @@ def _dispatch(run: RunState, event: Event, now: float) -> None:
         _drop_silent_peers(run, now)
         if run.peers.syncing:
             time_limits.give_up_catching_up(run, now)
-        if run.steps.current is not None and microbatches.complete(run, run.steps.current):
+        if run.steps.current is not None and cells.complete(run, run.steps.current):
             state_transfer.charge_downloads(run, now)
         for refused in held_up.take_refusals(run, now):
             held_up.refuse(run, refused.peer, refused.profile.owner, now)
@@ -278,7 +284,7 @@ def _dispatch(run: RunState, event: Event, now: float) -> None:
         for beat in event.heartbeats:
             peer = _session_peer(run, beat.peer, beat.session)
             if peer is not None:
-                microbatches.record_heartbeat(run, peer, beat.message, now)
+                heartbeats.record_heartbeat(run, peer, beat.message, now)
     elif isinstance(event, PeerEvent):
         peer = _session_peer(run, event.peer, event.session)
         if peer is not None:
@@ -299,9 +305,9 @@ def _handle_peer_event(
     elif isinstance(event, ReceiptsVerified):
         for receipt in event.receipts:
             if receipt.peer == peer.peer:
-                microbatches.commit(run, receipt, now)
+                cells.commit(run, receipt, now)
     elif isinstance(event, LeaseResolved):
-        microbatches.lease_resolved(run, event, now)
+        leases.lease_resolved(run, event, now)
     elif isinstance(event, AuditAnswered):
         verdicts.answered(run, peer, event, now)
     elif isinstance(event, SumsStated):
@@ -317,9 +323,9 @@ def _handle_message(run: RunState, peer: PeerState, event: MessageReceived, now:
     elif isinstance(message, StageRequest):
         membership.choose_stage(run, peer, message, now)
     elif isinstance(message, MaskRequest):
-        microbatches.queue_mask_request(run, peer, message, now)
+        masks.queue_mask_request(run, peer, message, now)
     elif isinstance(message, NotCounted):
-        microbatches.not_counted(run, peer, message)
+        cells.not_counted(run, peer, message)
     elif isinstance(message, RoundReport):
         step_close.report(run, peer, message, now)
     elif isinstance(message, Applied):
@@ -396,12 +402,12 @@ def _advance(run: RunState, now: float) -> None:
 
 def _advance_step(run: RunState, now: float) -> None:
     """Apply the rules of the steps in progress: masks, leases, and the close or the evaluation."""
-    microbatches.answer_masks(run, now)
+    masks.answer_masks(run, now)
     if run.stop_requested_at is not None:
         return
     step, ahead = run.steps.current, run.steps.ahead
     if ahead is not None:
-        microbatches.lease_open_microbatches(run, ahead, now)
+        leases.lease_open_microbatches(run, ahead, now)
     if step is not None and run.phase is RunPhase.COLLECT:
         _advance_collection(run, step, now)
     elif step is not None and run.phase is RunPhase.EVALUATING:
@@ -410,9 +416,9 @@ def _advance_step(run: RunState, now: float) -> None:
 
 def _advance_collection(run: RunState, step: StepState, now: float) -> None:
     """Lease what is missing; once the table is complete, start the close unless it is delayed."""
-    microbatches.begin_ahead(run, step, now)
-    if not microbatches.complete(run, step):
-        microbatches.lease_open_microbatches(run, step, now)
+    steps.begin_ahead(run, step, now)
+    if not cells.complete(run, step):
+        leases.lease_open_microbatches(run, step, now)
         speculation.lease_stragglers(run, step, now)
         step_close.close_complete_stages(run, step, now)
         whole_audits.settle_contests(run, step, now)
@@ -425,7 +431,7 @@ def _advance_collection(run: RunState, step: StepState, now: float) -> None:
     delayed = whole_audits.settle_contests(run, step, now) or delayed
     if now >= step.close_not_before:
         step_close.attribute_relayed(run, step, now)
-    if not microbatches.complete(run, step):
+    if not cells.complete(run, step):
         return
     delayed = whole_audits.renew(run, step, now) or delayed
     if delayed:
@@ -454,22 +460,20 @@ def _leave_waiting(run: RunState, now: float) -> None:
     elif departure.must_wait(run):
         run.waiting_reason = "writing a checkpoint before the last peer of a stage leaves"
     elif at_end:
-        microbatches.begin_evaluation(run, now)
+        steps.begin_evaluation(run, now)
     else:
-        microbatches.begin_step(run, now)
+        steps.begin_step(run, now)
 
 
 def _advance_evaluation(run: RunState, step: StepState, now: float) -> None:
     """Lease what is missing of the held-out microbatches; once all are counted, record the loss."""
-    if not microbatches.complete(run, step):
-        microbatches.lease_open_microbatches(run, step, now)
+    if not cells.complete(run, step):
+        leases.lease_open_microbatches(run, step, now)
         speculation.lease_stragglers(run, step, now)
         return
     if step.complete_at is None:
         step.complete_at = now
-    if verdicts.delay_close(run, step, step.complete_at, now) or not microbatches.complete(
-        run, step
-    ):
+    if verdicts.delay_close(run, step, step.complete_at, now) or not cells.complete(run, step):
         return
     losses = [cell for (_, stage), cell in step.table.items() if stage == run.last_stage]
     tokens = sum(cell.tokens for cell in losses)

@@ -43,7 +43,7 @@ from swarm_coordinator.core.events import (
     StopRequested,
     VerdictRecord,
 )
-from swarm_coordinator.core.rules.microbatches import may_count
+from swarm_coordinator.core.rules.microbatches.cells import may_count
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.transition import transition
 from swarm_coordinator.run_dir.checkpoint_files import CheckpointFolder

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from swarm_coordinator.core.events import LeaseResolved
-from swarm_coordinator.core.rules.microbatches import pipeline_windows
+from swarm_coordinator.core.rules.microbatches.leases import pipeline_windows
 from swarm_coordinator.simulator.stage_holder import INPUTS, LoadedStage
 from swarm_coordinator.simulator.volunteer import SimulatedVolunteer
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step

@@ -14,7 +14,7 @@ from kits.swarm_world.facts import (
     train_loss,
 )
 from swarm_coordinator.core import events
-from swarm_coordinator.core.rules.microbatches import applies_current
+from swarm_coordinator.core.rules.microbatches.cells import applies_current
 from swarm_coordinator.core.state.peers import PeerPhase
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.state.run import RunState

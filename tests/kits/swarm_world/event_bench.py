@@ -12,7 +12,7 @@ from kits.swarm_world.checks import one_by_one
 from kits.swarm_world.facts import COORDINATOR, TOKENS, Options, manifest_of, train_loss
 from kits.swarm_world.world import SimStore
 from swarm_coordinator.core import events
-from swarm_coordinator.core.rules import microbatches
+from swarm_coordinator.core.rules.microbatches import cells
 from swarm_coordinator.core.state.peers import PeerState
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.state.steps import StepState
@@ -255,7 +255,7 @@ class Bench:
         commands: Commands = []
         for stage in self.run.stage_indices:
             peer = min(p.peer for p in self.run.peers.ready(stage))
-            commands += self.report(peer, *microbatches.indices_of_step(self.run))
+            commands += self.report(peer, *cells.indices_of_step(self.run))
         return commands
 
     def attempt_of(self, peer: str) -> int:

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from swarm_coordinator.core.events import AppliedStep, CloseSession, PeerAttached
 from swarm_coordinator.core.rules import (
     held_up,
-    microbatches,
     roster,
     round_membership,
     state_transfer,
 )
 from swarm_coordinator.core.rules.auditing import cleared_cells
+from swarm_coordinator.core.rules.microbatches import cells
 from swarm_coordinator.core.rules.release import Release, release
 from swarm_coordinator.core.state.peers import (
     PeerProfile,
@@ -99,7 +99,7 @@ def attach(run: RunState, event: PeerAttached, now: float) -> None:
         round_membership.rejoin(run, peer.peer, held, hello.averaged_attempt)
         for receipt in event.receipts:
             if receipt.peer == event.peer:
-                microbatches.commit(run, receipt, now)
+                cells.commit(run, receipt, now)
     else:
         run.note(f"{display(peer)} was admitted ({hello.device})", peer.peer)
 

@@ -7,8 +7,9 @@ doing: the step cannot end, and the status says so.
 
 from __future__ import annotations
 
-from swarm_coordinator.core.rules import held_up, microbatches
+from swarm_coordinator.core.rules import held_up
 from swarm_coordinator.core.rules.membership import resync
+from swarm_coordinator.core.rules.microbatches import cells
 from swarm_coordinator.core.rules.release import Release, release
 from swarm_coordinator.core.state.peers import PeerState, owner_of
 from swarm_coordinator.core.state.phases import RunPhase
@@ -51,7 +52,7 @@ def reported(run: RunState, peer: PeerState, message: NotFinite, now: float) -> 
     step = run.steps.numbered(message.step)
     if step is None or peer.stage is None or not run.peers.holds_current(peer):
         return
-    if message.microbatch not in microbatches.indices_of_step(run):
+    if message.microbatch not in cells.indices_of_step(run):
         return
     if run.phase not in _LEASED or run.steps.round_of(peer.stage) is not None:
         return  # no peer is synced anew during a close; the result will recur in the next step

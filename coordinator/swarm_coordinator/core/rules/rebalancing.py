@@ -18,7 +18,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from swarm_coordinator.core.rules import membership, microbatches, state_transfer
+from swarm_coordinator.core.rules import membership, state_transfer
+from swarm_coordinator.core.rules.microbatches import cells
 from swarm_coordinator.core.state.close import CloseState
 from swarm_coordinator.core.state.moves import (
     DecisionNote,
@@ -278,7 +279,7 @@ def apply_switches(run: RunState, closing: CloseState) -> None:
         run.hold(peer, stage, peer.version)
         if run.steps.ahead is not None:
             # Its gradients of the next step belong to the old stage.
-            microbatches.clear_counted(run, run.steps.ahead, peer_id, run.stage_indices)
+            cells.clear_counted(run, run.steps.ahead, peer_id, run.stage_indices)
         run.rebalancing.made += 1
 
 

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from swarm_coordinator.core.rules import microbatches, roster, round_membership
+from swarm_coordinator.core.rules import roster, round_membership
+from swarm_coordinator.core.rules.microbatches import leases
 from swarm_coordinator.core.state.peers import PeerState, short
 from swarm_coordinator.core.state.run import RunState
 
@@ -37,7 +38,7 @@ def release(run: RunState, peer: PeerState, ends: Release, now: float) -> None:
         del run.peers[peer.peer]
         run.steps.masks = [mask for mask in run.steps.masks if mask.peer != peer.peer]
     round_membership.leave(run, peer.peer, f"{short(peer.peer)} {ends}", now)
-    microbatches.clear_work(run, peer.peer, now)
+    leases.clear_work(run, peer.peer, now)
     if ends is not Release.STEP:
         for step in run.steps.open():
             step.lost_all(peer.peer)

@@ -9,8 +9,9 @@ what its average contains.
 
 from __future__ import annotations
 
-from swarm_coordinator.core.rules import microbatches, state_transfer
+from swarm_coordinator.core.rules import state_transfer
 from swarm_coordinator.core.rules.auditing import cleared_cells
+from swarm_coordinator.core.rules.microbatches import cells
 from swarm_coordinator.core.state.close import Round
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.state.run import RunState, enter_phase
@@ -57,7 +58,7 @@ def abort(run: RunState, ended: Round, reason: str, now: float, *, of_loss: bool
     step.failed_rounds.append(FailedRound(ended.stages, ended.began_at, now))
     step.closing.discard_round(ended)
     for peer, stage in ended.kept.items():
-        microbatches.clear_counted(run, step, peer, (stage,))
+        cells.clear_counted(run, step, peer, (stage,))
     if not step.closing.rounds:
         step.closing = None
     if run.phase is RunPhase.CLOSING:

@@ -27,13 +27,13 @@ from swarm_coordinator.core.events import (
 from swarm_coordinator.core.rules import (
     held_up,
     membership,
-    microbatches,
     not_finite,
     rebalancing,
     round_membership,
     state_transfer,
 )
 from swarm_coordinator.core.rules.closing import exclusions, step_times, sum_checks, time_limits
+from swarm_coordinator.core.rules.microbatches import cells
 from swarm_coordinator.core.rules.release import Release, release
 from swarm_coordinator.core.state.close import CloseState, Round, SquaredNorms
 from swarm_coordinator.core.state.peers import PeerPhase, PeerState, owner_of, short
@@ -63,7 +63,7 @@ def close_complete_stages(run: RunState, step: StepState, now: float) -> None:
     Only until a round of the step fails. Those that are open then wait for the whole table, since
     what failed may have to be settled first (`start_close`).
     """
-    size = len(microbatches.indices_of_step(run))
+    size = len(cells.indices_of_step(run))
     if len(step.table) < size or step.failed_rounds or now < step.close_not_before:
         return
     settled = _settled_stages(run, step, size, now)
@@ -285,7 +285,7 @@ def _clear_unaccumulated(
     elif message.missing:
         step.lost(peer.peer, message.missing)
     if message.reset:
-        microbatches.clear_counted(run, step, peer.peer, (stage,))
+        cells.clear_counted(run, step, peer.peer, (stage,))
     for microbatch in message.missing:
         cell_key = (microbatch, stage)
         cell = step.table.get(cell_key)
@@ -499,7 +499,7 @@ def applied(run: RunState, peer: PeerState, message: Applied, now: float) -> Non
         # It missed the Apply while the coordinator was unavailable.
         run.hold(peer, transfer.stage, version)
         run.peers.claim(peer, message.digest)
-        microbatches.commit_early_receipts(run, peer, now)
+        cells.commit_early_receipts(run, peer, now)
         run.history.members.add(peer.peer)
         run.roster.dirty = True
 

@@ -10,11 +10,8 @@ from hypothesis import strategies as st
 
 from kits.swarm_world.event_bench import Bench, joined
 from swarm_coordinator.core.events import AppliedStep, Command, Note, ReceiptsVerified
-from swarm_coordinator.core.rules.microbatches import (
-    inflight_windows,
-    may_count,
-    pipeline_windows,
-)
+from swarm_coordinator.core.rules.microbatches.cells import may_count
+from swarm_coordinator.core.rules.microbatches.leases import inflight_windows, pipeline_windows
 from swarm_coordinator.core.rules.release import Release, release
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step

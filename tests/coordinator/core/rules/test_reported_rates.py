@@ -11,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kits.swarm_world.event_bench import Bench, joined
-from swarm_coordinator.core.rules.microbatches import RATE_NOISE
+from swarm_coordinator.core.rules.microbatches.heartbeats import RATE_NOISE
 from swarm_coordinator.core.state.peers import (
     GREAT_RATE_RATIO,
     LEAST_RATE_TOLERANCE,

@@ -11,7 +11,7 @@ takes one and a half times as long as that part of the step took is a straggler.
 
 from __future__ import annotations
 
-from swarm_coordinator.core.rules import microbatches
+from swarm_coordinator.core.rules.microbatches import cells, leases
 from swarm_coordinator.core.state.leases import LeaseState
 from swarm_coordinator.core.state.peers import short
 from swarm_coordinator.core.state.run import RunState
@@ -53,26 +53,26 @@ def lease_stragglers(run: RunState, step: StepState, now: float) -> None:
         if (lease.resolved_at is None or microbatch in step.owing)
         and lease.granted_at <= since
         and microbatch not in step.speculative_leases
-        and not microbatches.is_done(run, step, microbatch)
+        and not cells.is_done(run, step, microbatch)
     ]
     if late:
         _lease_again(run, step, late, now)
 
 
 def _mostly_done(run: RunState, step: StepState) -> bool:
-    cells = len(microbatches.indices_of_step(run)) * run.manifest.stage_count
-    return len(step.table) >= SPECULATION_START_FRACTION * cells
+    whole_table = len(cells.indices_of_step(run)) * run.manifest.stage_count
+    return len(step.table) >= SPECULATION_START_FRACTION * whole_table
 
 
 def _lease_again(run: RunState, step: StepState, late: list[MicrobatchIndex], now: float) -> None:
-    driving = microbatches.trainer_loads(run, step, ())
+    driving = leases.trainer_loads(run, step, ())
     grants: dict[PeerId, list[MicrobatchIndex]] = {}
     for microbatch in late:
-        trainer = microbatches.least_loaded_except(driving, (step.leases[microbatch].trainer,))
+        trainer = leases.least_loaded_except(driving, (step.leases[microbatch].trainer,))
         if trainer is not None:
             grants.setdefault(trainer, []).append(microbatch)
     for trainer, granted in grants.items():
-        number = microbatches.send_lease(run, step, trainer, granted, len(driving))
+        number = leases.send_lease(run, step, trainer, granted, len(driving))
         for microbatch in granted:
             step.speculative_leases[microbatch] = LeaseState(number, trainer, now)
     if grants:
