@@ -129,7 +129,7 @@ shutdown = _ending(
 @json_option
 @click.pass_context
 def runs(context: click.Context, home: Path | None, as_json: bool) -> None:
-    """List and choose among the runs stored on this machine; one is active."""
+    """List and choose among the runs stored on this machine; the daemon runs the chosen one."""
     context.obj = home
     if context.invoked_subcommand is None:
         _list(home, as_json)
@@ -150,7 +150,7 @@ def list_runs(before: Path | None, home: Path | None, as_json: bool) -> None:
 @json_option
 @click.pass_obj
 def choose(before: Path | None, run: str, home: Path | None, as_json: bool) -> None:
-    """Make RUN (its name or a prefix of its ID) the active run."""
+    """Choose RUN (its name or a prefix of its ID)."""
     _order(home or before, as_json, "choose_run", run=run)
 
 

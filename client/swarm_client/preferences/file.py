@@ -104,7 +104,7 @@ def set_preference(path: Path, name: str, text: str | None) -> object:
     else:
         named[name] = value
     origins = dict.fromkeys(named, Origin("file", str(path)))
-    origins[name] = Origin("flag", f"{name} {text}")
+    origins[name] = Origin("flag", "swarm-client config set")
     preferences = build(named, origins)
     content = edited(path.read_text() if path.exists() else template(), name, value)
     _check_same(content, named, path)
