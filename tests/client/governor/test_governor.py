@@ -49,7 +49,7 @@ class RecordedVolunteer:
         self.context = SimpleNamespace(options=SimpleNamespace(device=device, threads=4))
         self.node = SimpleNamespace(peer_id=PeerId(f"peer{number}"))
         traffic = lambda: (SimpleNamespace(sent=rig.others, received=0),)  # noqa: E731
-        self.averager = SimpleNamespace(worker=self, links=traffic)
+        self.averager = SimpleNamespace(averaging_worker=self, links=traffic)
         self.suspended: Suspension | None = None
         self.limits = WorkerLimits()
         self.memory_bytes = 0
