@@ -198,7 +198,8 @@ class RelayPolicy:
 
 
 def _matters(announced: AddressUpdate) -> AddressUpdate:
-    """What matters to a receiver: a newer binding of the same carrier does not."""
+    """Return the part of an announcement that matters to its receiver: a newer binding of the same
+    carrier does not."""
     if announced.carrier is None:
         return announced
     unbound = announced.carrier.model_copy(update={"binding": ""})

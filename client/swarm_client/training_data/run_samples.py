@@ -42,6 +42,8 @@ class RunSamples:
         )
 
     async def drawn(self, step: Step, microbatch: MicrobatchIndex) -> tuple[np.ndarray, np.ndarray]:
+        """Return the token ids and targets of a leased microbatch, and fetch ahead for the next
+        ones."""
         sample = self._sample(step, microbatch)
         self._lookahead.begun(sample)
         self._fetch_ahead()
@@ -50,8 +52,8 @@ class RunSamples:
     async def audited(
         self, step: Step, microbatch: MicrobatchIndex
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The same of a microbatch that another peer was leased; nothing is fetched ahead for
-        it."""
+        """Return the token ids and targets of a microbatch that another peer was leased; nothing is
+        fetched ahead for it."""
         return await self._arrays(self._ranges_of(self._sample(step, microbatch)))
 
     def _sample(self, step: Step, microbatch: MicrobatchIndex) -> Sample:
