@@ -41,8 +41,8 @@ class Auditor:
         self._inputs = AuditInputs(member, samples)
         self._in_hand = 0
         folder.mkdir(parents=True, exist_ok=True)
-        for left in folder.iterdir():
-            left.unlink(missing_ok=True)
+        for leftover in folder.iterdir():
+            leftover.unlink(missing_ok=True)
         KeptServer(member, pipeline, folder)
 
     def take(self, order: Audit) -> None:

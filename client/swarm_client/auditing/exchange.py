@@ -123,12 +123,12 @@ async def fetch_kept(
 
     NetworkError, AdmissionError or ProtocolError when their holder does not give them.
     """
-    own = member.membership.now
+    own_membership = member.membership.now
     stream = await member.node.open_stream(
         holder.peer, AUDIT_PROTOCOL, FETCHING_LIMITS, holder.addresses
     )
     try:
-        hello = TransferHello(run=own.run, certificate=own.certificate)
+        hello = TransferHello(run=own_membership.run, certificate=own_membership.certificate)
         await stream.send(encode(hello), timeout_seconds=HELLO_SECONDS)
         await stream.send(encode(request), timeout_seconds=HELLO_SECONDS)
         received, timeout_seconds = 0, COMPUTING_SECONDS

@@ -34,7 +34,8 @@ class AuditedSamples(Protocol):
 
     async def audited(
         self, step: Step, microbatch: MicrobatchIndex
-    ) -> tuple[np.ndarray, np.ndarray]: ...
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the token ids and the targets of a microbatch."""
 
 
 class TensorsWithheld(SwarmError):
@@ -42,7 +43,7 @@ class TensorsWithheld(SwarmError):
 
 
 def inputs_fit(order: Audit, content: bytes, sizes: SlotSizes) -> bool:
-    """Whether these are the inputs of the receipt that is audited.
+    """Whether `content` is what the receipt that is audited names as its inputs.
 
     Otherwise an audited peer could give each auditor other targets, and set them against each
     other.
@@ -53,8 +54,8 @@ def inputs_fit(order: Audit, content: bytes, sizes: SlotSizes) -> bool:
         view[sizes.input_bytes : sizes.request_bytes],
         view[sizes.request_bytes :],
     )
-    found = tuple(wire_digest(part) if part.nbytes else "" for part in parts)
-    return found == (order.input, order.targets, order.output_gradient)
+    digests = tuple(wire_digest(part) if part.nbytes else "" for part in parts)
+    return digests == (order.input, order.targets, order.output_gradient)
 
 
 class AuditInputs:
@@ -115,7 +116,7 @@ class AuditInputs:
     async def _sent(
         self, order: Audit, neighbour: PeerId, tensors: KeptTensors, nbytes: int, path: Path
     ) -> bytes:
-        """What a neighbour has sent to the audited peer."""
+        """Fetch what a neighbour has sent to the audited peer."""
         file = path.with_name(f"{path.name}-{tensors}")
         try:
             await self._fetch(order, neighbour, tensors, nbytes, file)
@@ -140,11 +141,11 @@ class AuditInputs:
 
 async def _together(*parts: Callable[[], Awaitable[bytes]]) -> list[bytes]:
     """Await all parts at the same time; TensorsWithheld if one fails."""
-    found, failures = [b""] * len(parts), list[SwarmError]()
+    results, failures = [b""] * len(parts), list[SwarmError]()
 
     async def take(place: int, part: Callable[[], Awaitable[bytes]]) -> None:
         try:
-            found[place] = await part()
+            results[place] = await part()
         except SwarmError as error:
             failures.append(error)
             nursery.cancel_scope.cancel()
@@ -154,4 +155,4 @@ async def _together(*parts: Callable[[], Awaitable[bytes]]) -> list[bytes]:
             nursery.start_soon(take, place, part)
     if failures:
         raise TensorsWithheld(str(failures[0])) from failures[0]
-    return found
+    return results

@@ -49,7 +49,8 @@ class PermitCheck:
 
 
 def _holder(permit: AuditPermit, tensors: KeptTensors) -> tuple[PeerId | None, int]:
-    """Who gives tensors of a permit, and how many stages behind the auditor."""
+    """Return the peer that gives these tensors, if there is one, and its stage as a difference from
+    the audited stage."""
     match tensors:
         case KeptTensors.INPUTS | KeptTensors.COMPUTED:
             return permit.peer, 0

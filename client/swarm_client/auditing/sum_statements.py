@@ -18,11 +18,12 @@ class Digester(Protocol):
 
     async def digest(
         self, worker: StageWorker, check: SumCheck, reduction: Reduction
-    ) -> SumDigests: ...
+    ) -> SumDigests:
+        """Return the digests of one reduction. SwarmError where its data is lost."""
 
 
 class SumSigner:
-    """Satisfies `swarm_client.pipeline.step_close.SumStatements`."""
+    """Signs the statements of sums; a `swarm_client.pipeline.step_close.SumStatements`."""
 
     def __init__(
         self, identity: Identity, membership: CurrentMembership, digester: Digester
@@ -46,7 +47,10 @@ class SumSigner:
             run=member.run, generation=member.generation, step=check.step, attempt=check.attempt,
             stage=held.stage, peer=self._identity.peer_id, seed=check.seed,
             checks=tuple(
-                [await self._digester.digest(worker, check, one) for worker, one in work]
+                [
+                    await self._digester.digest(worker, check, reduction)
+                    for worker, reduction in work
+                ]
             ),
         )  # fmt: skip
         return SumsChecked(

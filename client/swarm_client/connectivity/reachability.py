@@ -49,7 +49,8 @@ OBSERVERS_ASKED = 2
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
-    """What one observer saw."""
+    """The report of one observer: the address at which it saw this peer, and the ports that it
+    reached."""
 
     observer: PeerId
     observed: Endpoint | None
@@ -127,13 +128,13 @@ def member_observers(
 ) -> list[PeerObserver]:
     """Members of the run that can be asked, in random order to spread the load."""
     public = (Reachability.PUBLIC, Reachability.MAPPED)
-    found = [
+    observers = [
         PeerObserver(node, record.peer, record.addresses, hello)
         for record in records
         if record.reachability in public and record.peer != node.peer_id
     ]
-    random.shuffle(found)
-    return found
+    random.shuffle(observers)
+    return observers
 
 
 def judge(
@@ -150,14 +151,14 @@ def judge(
     """
     outside = [sighting for sighting in sightings if sighting.is_outside]
     if not outside:
-        seen = [sighting for sighting in sightings if sighting.observed is not None]
-        if seen:
+        inside = [sighting for sighting in sightings if sighting.observed is not None]
+        if inside:
             note = note or "all observers are in this machine's own network"
         return ReachabilityFinding(note=note or "no observer was available")
     first = outside[0]
     assert first.observed is not None, "it is outside"
     ip = first.observed.ip
-    found = ReachabilityFinding(
+    finding = ReachabilityFinding(
         observed=ip,
         behind_router=ip not in own_addresses,
         port_preserved=_port_preserved(port, outside),
@@ -169,15 +170,15 @@ def judge(
         and mapping.external_address == str(ip)
         and mapping.external_port in first.reached
     ):
-        return replace(found, reachability=Reachability.MAPPED, addresses=(mapping.multiaddr,))
+        return replace(finding, reachability=Reachability.MAPPED, addresses=(mapping.multiaddr,))
     if port in first.reached:
         # Half of the homes have no IPv6: peers there need a relay even if others connect directly.
         reachability = Reachability.PUBLIC if ip.version == 4 else Reachability.BEHIND_NAT
         address = Endpoint(ip, port).multiaddr
-        return replace(found, reachability=reachability, addresses=(address,))
-    if not found.behind_router:
+        return replace(finding, reachability=reachability, addresses=(address,))
+    if not finding.behind_router:
         note = note or "a firewall on this machine or in front of it blocks incoming connections"
-    return replace(found, reachability=Reachability.BEHIND_NAT, note=note)
+    return replace(finding, reachability=Reachability.BEHIND_NAT, note=note)
 
 
 async def examine(
@@ -186,12 +187,12 @@ async def examine(
     others: Callable[[], Sequence[PeerObserver]],
     mapper: PortMapper,
 ) -> ReachabilityFinding:
-    """One complete check, with the router's help if needed. Raises no expected error.
+    """Make one complete check, with the router's help if needed. Raises no expected error.
 
     `others` is called after the first observer has answered, for observers to ask for a second
     opinion.
     """
-    own = Interfaces.of_this_machine().hosts
+    own_addresses = Interfaces.of_this_machine().hosts
     mapping = mapper.mapping
     ports = [port] if mapping is None else sorted({port, mapping.external_port})
     notes: list[str] = []
@@ -199,22 +200,22 @@ async def examine(
     observers = [first, *others()]
     sightings += await _second_opinion(observers[1 : 1 + OBSERVERS_ASKED], ports)
     deciding = next((sighting for sighting in sightings if sighting.is_outside), None)
-    found = judge(port, own, sightings, mapping, "; ".join(notes))
+    finding = judge(port, own_addresses, sightings, mapping, "; ".join(notes))
     if (
         deciding is None
         or deciding.observed is None
         or deciding.observed.ip.version != 4
-        or found.behind_router is False
-        or found.reachability is not Reachability.BEHIND_NAT
+        or finding.behind_router is False
+        or finding.reachability is not Reachability.BEHIND_NAT
     ):
-        return found
-    observer = next(one for one in observers if one.peer == deciding.observer)
-    return await _examine_with_mapping(port, own, observer, sightings, mapper)
+        return finding
+    observer = next(asked for asked in observers if asked.peer == deciding.observer)
+    return await _examine_with_mapping(port, own_addresses, observer, sightings, mapper)
 
 
 async def _examine_with_mapping(
     port: int,
-    own: frozenset[IpAddress],
+    own_addresses: frozenset[IpAddress],
     observer: PeerObserver,
     sightings: Sequence[Sighting],
     mapper: PortMapper,
@@ -222,24 +223,27 @@ async def _examine_with_mapping(
     """Request a mapping from the router and have the observer connect through it."""
     mapping = await mapper.map(port)
     if mapping is None:
-        return judge(port, own, sightings, None, mapper.problem)
+        return judge(port, own_addresses, sightings, None, mapper.problem)
     notes: list[str] = []
-    again = await _observe(observer, [mapping.external_port], notes)
-    if not again:
+    through_mapping = await _observe(observer, [mapping.external_port], notes)
+    if not through_mapping:
         # Neither proved nor refuted: kept until the next check, and not announced.
-        return judge(port, own, sightings, None, "; ".join(notes))
-    seen = [*again, *(sighting for sighting in sightings if sighting.observer != observer.peer)]
-    found = judge(port, own, seen, mapping)
-    if found.reachability is Reachability.MAPPED:
-        return found
+        return judge(port, own_addresses, sightings, None, "; ".join(notes))
+    all_sightings = [
+        *through_mapping,
+        *(sighting for sighting in sightings if sighting.observer != observer.peer),
+    ]
+    finding = judge(port, own_addresses, all_sightings, mapping)
+    if finding.reachability is Reachability.MAPPED:
+        return finding
     note = f"the router claims to forward {mapping.multiaddr}, but no connection arrives through it"
-    if found.observed is not None and mapping.external_address != str(found.observed):
+    if finding.observed is not None and mapping.external_address != str(finding.observed):
         note = (
             f"the router gives its address as {mapping.external_address}, but other peers see "
-            f"{found.observed}: there is another router in between (double NAT)"
+            f"{finding.observed}: there is another router in between (double NAT)"
         )
     await mapper.release()
-    return judge(port, own, sightings, None, note)
+    return judge(port, own_addresses, sightings, None, note)
 
 
 async def _observe(
@@ -267,9 +271,9 @@ async def _observe(
 async def _second_opinion(others: Sequence[PeerObserver], ports: Sequence[int]) -> list[Sighting]:
     """The first sighting from a few observers; their failures are not reported."""
     for observer in others:
-        found = await _observe(observer, ports, [])
-        if found:
-            return found
+        sightings = await _observe(observer, ports, [])
+        if sightings:
+            return sightings
     return []
 
 
@@ -281,8 +285,8 @@ def _port_preserved(port: int, sightings: Sequence[Sighting]) -> bool | None:
 def _endpoint_independent(sightings: Sequence[Sighting]) -> bool | None:
     mapped = [sighting.mapped for sighting in sightings if sighting.mapped is not None]
     # Of one IP version: this machine may have an address in each.
-    same = [one for one in mapped if one.ip.version == mapped[0].ip.version]
-    return None if len(same) < 2 else len(set(same)) == 1
+    same_version = [endpoint for endpoint in mapped if endpoint.ip.version == mapped[0].ip.version]
+    return None if len(same_version) < 2 else len(set(same_version)) == 1
 
 
 def _endpoint(address: str | None) -> Endpoint | None:
@@ -313,7 +317,8 @@ class ReachabilityWatch:
         self._changed.set()
 
     def mapping_changed(self, mapping: Mapping | None) -> None:
-        """For `PortMapper(on_change=…)`: the router has removed or moved the mapping."""
+        """Check again soon, as the router has removed or moved the mapping
+        (`PortMapper(on_change=…)`)."""
         if not self._examining:
             self._changed.set()
 
@@ -322,12 +327,12 @@ class ReachabilityWatch:
         retry = Backoff(FIRST_RETRY_SECONDS, self.check_seconds)
         while True:
             self._changed = trio.Event()
-            found = await self._examine()
-            if found != self.finding:
-                self.finding = found
-                self.on_change(found)
+            finding = await self._examine()
+            if finding != self.finding:
+                self.finding = finding
+                self.on_change(finding)
             pause_seconds = with_jitter(self.check_seconds, 0.1)
-            if found.reachability is Reachability.UNKNOWN and found.observed is None:
+            if finding.reachability is Reachability.UNKNOWN and finding.observed is None:
                 pause_seconds = min(retry.next(), pause_seconds)
             else:
                 retry.reset()

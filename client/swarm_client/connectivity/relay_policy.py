@@ -79,7 +79,7 @@ class RelayPolicy:
         self.node.on_path_change.append(self._path_changed)
 
     def announcement(self) -> AddressUpdate:
-        """For the next hello; recorded as announced."""
+        """Return the announcement for the next hello, and record it as announced."""
         self._announced = announced = self._current_announcement()
         return announced
 
@@ -106,8 +106,8 @@ class RelayPolicy:
     def roster_changed(self) -> None:
         """Check connections to peers whose addresses have changed: old ones may only look alive."""
         addresses = {record.peer: record.addresses for record in self.roster.all()}
-        for peer, known in self._known_addresses.items():
-            if peer in addresses and addresses[peer] != known:
+        for peer, known_addresses in self._known_addresses.items():
+            if peer in addresses and addresses[peer] != known_addresses:
                 self.node.check(peer)
         self._known_addresses = addresses
         self.wake()
@@ -153,8 +153,8 @@ class RelayPolicy:
             if record.offers_relay and record.peer != self.node.peer_id
         }
         relays[self.invite.coordinator] = self.invite.addresses
-        wanted = WANTED_RELAY_SLOTS if self._is_admitted and not self._is_public else 0
-        self.node.use_relays(relays, wanted, last=self.invite.coordinator)
+        slots = WANTED_RELAY_SLOTS if self._is_admitted and not self._is_public else 0
+        self.node.use_relays(relays, slots, last=self.invite.coordinator)
         if self.reachability is not Reachability.UNKNOWN:
             # p2pd has a port of its own, which no router forwards.
             needs_relay = self.reachability is not Reachability.PUBLIC
@@ -163,9 +163,9 @@ class RelayPolicy:
     def _p2pd_relays(self, relays: Mapping[PeerId, Sequence[str]]) -> tuple[str, ...]:
         """The relays at which this peer has slots, in p2pd's form. A change restarts p2pd, so
         relays already in use are kept."""
-        held = self.node.relay_slots
-        kept = [relay for relay in self._p2pd_held if relay in held]
-        self._p2pd_held = (kept + [relay for relay in held if relay not in kept])[
+        host_slots = self.node.relay_slots
+        kept = [relay for relay in self._p2pd_held if relay in host_slots]
+        self._p2pd_held = (kept + [relay for relay in host_slots if relay not in kept])[
             :WANTED_RELAY_SLOTS
         ]
         return tuple(
@@ -198,7 +198,8 @@ class RelayPolicy:
 
 
 def _matters(announced: AddressUpdate) -> AddressUpdate:
-    """What matters to a receiver: a newer binding of the same carrier does not."""
+    """Return the part of an announcement that matters to its receiver: a newer binding of the same
+    carrier does not."""
     if announced.carrier is None:
         return announced
     unbound = announced.carrier.model_copy(update={"binding": ""})

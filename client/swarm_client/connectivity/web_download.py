@@ -75,7 +75,7 @@ def is_public(text: str) -> bool:
 
 
 class _Limits(threading.local):
-    """What is left to the range that this thread reads."""
+    """The time and the bytes that are left to the range that this thread reads."""
 
     until: float = 0.0
     left_bytes: int = 0
@@ -85,10 +85,10 @@ class _Limits(threading.local):
         self.left_bytes = size_bytes + OVERHEAD_BYTES
 
     def seconds(self) -> float:
-        left = self.until - time.monotonic()
-        if left <= 0:
+        seconds_left = self.until - time.monotonic()
+        if seconds_left <= 0:
             raise httpcore.ReadTimeout(f"the range took more than {RANGE_SECONDS:g} s")
-        return left
+        return seconds_left
 
     def received(self, content: bytes) -> bytes:
         self.left_bytes -= len(content)

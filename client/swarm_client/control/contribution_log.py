@@ -66,11 +66,11 @@ def recent_credit(days: dict[datetime.date, float], today: datetime.date) -> flo
 
 def streak(days: dict[datetime.date, float], today: datetime.date) -> int:
     """Consecutive days with credit, up to today or, before today's first, up to yesterday."""
-    one = datetime.timedelta(days=1)
-    day = today if today in days else today - one
+    one_day = datetime.timedelta(days=1)
+    day = today if today in days else today - one_day
     count = 0
     while day in days:
-        count, day = count + 1, day - one
+        count, day = count + 1, day - one_day
     return count
 
 

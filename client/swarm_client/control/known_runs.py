@@ -47,17 +47,17 @@ class StoredRuns(FrozenModel):
     def chosen_run(self) -> StoredRun | None:
         return next((run for run in self.runs if run.id == self.chosen), None)
 
-    def find(self, wanted: str) -> StoredRun:
+    def find(self, name_or_id: str) -> StoredRun:
         """The run with this ID, ID prefix or name. UsageError unless exactly one matches."""
-        exact = [run for run in self.runs if wanted in (run.id, run.name)]
-        found = exact or [run for run in self.runs if run.id.startswith(wanted)]
-        if len(found) == 1:
-            return found[0]
+        exact = [run for run in self.runs if name_or_id in (run.id, run.name)]
+        matches = exact or [run for run in self.runs if run.id.startswith(name_or_id)]
+        if len(matches) == 1:
+            return matches[0]
         known = ", ".join(f"{run.name} ({run.id[:12]})" for run in self.runs) or "none"
         what = (
-            f"{len(found)} known runs match {wanted!r}"
-            if found
-            else f"no known run matches {wanted!r}"
+            f"{len(matches)} known runs match {name_or_id!r}"
+            if matches
+            else f"no known run matches {name_or_id!r}"
         )
         raise UsageError(f"{what}; known: {known}; give the beginning of a run's ID")
 

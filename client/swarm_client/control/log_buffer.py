@@ -41,11 +41,11 @@ class LogBuffer(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         self._add(record.created, record.levelname.lower(), self.format(record))
 
-    def after(self, number: int, most: int) -> tuple[LogLine, ...]:
-        """Up to `most` lines with a higher number, oldest first."""
+    def after(self, number: int, limit: int) -> tuple[LogLine, ...]:
+        """Up to `limit` lines with a higher number, oldest first."""
         with self._guard:
-            found = [line for line in self._lines if line.number > number]
-        return tuple(found[:most])
+            lines = [line for line in self._lines if line.number > number]
+        return tuple(lines[:limit])
 
     async def wait_after(self, number: int) -> None:
         """Wait until there is a line with a higher number."""

@@ -73,10 +73,11 @@ class JoinArguments(FrozenModel):
 
     invite: Annotated[str, Field(max_length=4096)]
     device: Annotated[str, Field(max_length=1000)] = "auto"
-    """One device, or several separated by commas; each is a peer with a stage of its own."""
+    """One device, or several separated by commas; each of them is a peer with a stage of its
+    own."""
     stage: int | None = Field(default=None, ge=0)
     threads: int | None = Field(default=None, ge=1, le=4096)
-    """None: all cores but one."""
+    """Threads that compute; None: all cores but one."""
     name: Annotated[str, Field(max_length=60)] | None = None
     team: Annotated[str, Field(max_length=200)] | None = None
     listen: Annotated[str, Field(max_length=300)] = "/ip4/0.0.0.0/tcp/0"

@@ -61,12 +61,13 @@ def order(kind: type[ArgumentsT], carry_out: Callable[[ArgumentsT], str]) -> Met
 
 @dataclass(frozen=True, slots=True)
 class ControlSocketServer:
-    """`converse` handles one connection at the socket."""
+    """The server of the control socket. `converse` handles one connection."""
 
     status: Callable[[], Awaitable[Status]]
     log_buffer: LogBuffer
     at_once: Mapping[str, Method]
-    """What is answered at once. Beside it there are `status`, `log`, and the streams of both."""
+    """The methods that are answered at once. Beside them there are `status`, `log`, and the streams
+    of both."""
 
     @property
     def methods(self) -> frozenset[str]:
@@ -139,16 +140,17 @@ class ControlSocketServer:
     async def _follow_log(self, lines: LocalServerConnection, arguments: LogArguments) -> None:
         after = arguments.after
         while True:
-            found = self._log_lines(after)
-            if found["lines"]:
-                after = found["lines"][-1]["number"]
-                await _send(lines, found)
+            document = self._log_lines(after)
+            if document["lines"]:
+                after = document["lines"][-1]["number"]
+                await _send(lines, document)
             await self.log_buffer.wait_after(after)
 
     # ---- answers
 
     def _log_lines(self, after: int) -> dict[str, Any]:
-        """As many lines as an answer has room for; a reader requests the others after these."""
+        """Return as many lines as an answer has room for; a reader requests the others after
+        these."""
         lines: list[dict[str, Any]] = []
         room = MAX_ANSWER_BYTES - ANSWER_FRAME_BYTES
         for line in self.log_buffer.after(after, MAX_LOG_LINES):
@@ -164,10 +166,10 @@ class ControlSocketServer:
 
 
 def _read(
-    kind: type[ArgumentsT], found: dict[str, Any], refusal: str = "invalid arguments"
+    kind: type[ArgumentsT], values: dict[str, Any], refusal: str = "invalid arguments"
 ) -> ArgumentsT:
     try:
-        return kind.model_validate(found)
+        return kind.model_validate(values)
     except ValidationError as error:
         raise UsageError(f"{refusal}: {first_error(error)}") from error
 

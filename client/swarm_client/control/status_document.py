@@ -70,9 +70,10 @@ class DeviceView(ControlModel):
     duty_cycle: float = 1.0
     """Fraction of the time that the device may compute, by the preferences."""
     arithmetic: str | None = None
-    """Its class: devices of the same one compute alike, to the bit. None without a stage."""
+    """The class of its arithmetic: devices of one class compute alike, to the bit. None without a
+    stage."""
     peer: str = ""
-    """Each device is a member of the run in its own right."""
+    """Its peer ID: each device is a member of the run in its own right."""
     state: DaemonState | None = None
     reason: SuspendReason | None = None
     sentence: str = ""
@@ -102,12 +103,12 @@ class MachineView(ControlModel):
     user_idle_seconds: float | None = None
     disk_free_bytes: int = 0
     disk_used_bytes: int = 0
-    """Used by this program's home."""
+    """Bytes that this program's home takes."""
 
 
 class TrafficView(ControlModel):
     sent_bytes: int = 0
-    """Since the daemon's start."""
+    """Bytes sent since the daemon's start."""
     received_bytes: int = 0
     sent_bytes_per_second: float = 0.0
     received_bytes_per_second: float = 0.0
@@ -117,7 +118,7 @@ class TrafficView(ControlModel):
 
 
 class ContributionView(ControlModel):
-    """Counted in applied steps only."""
+    """What this machine has contributed, counted in applied steps only."""
 
     microbatches: int = 0
     tokens: int = 0
@@ -138,7 +139,7 @@ class OwnVerdict(ControlModel):
 
 
 class AuditsView(ControlModel):
-    """What audits have shown of this owner, as far as the coordinator has sent it."""
+    """The audits of this owner, as far as the coordinator has sent their results."""
 
     passed: int = 0
     """Microbatches that another owner has computed again with the same result, since the last lost
@@ -147,7 +148,7 @@ class AuditsView(ControlModel):
     to_pass: int = 0
     """Audits that must still pass before the owner is established."""
     verdicts: tuple[OwnVerdict, ...] = ()
-    """Of the newest lost audits of the run those of this owner, oldest first."""
+    """This owner's part of the newest lost audits of the run, oldest first."""
 
 
 class StageView(ControlModel):
@@ -192,9 +193,9 @@ class Status(ControlModel):
     state: DaemonState
     reason: SuspendReason | None = None
     sentence: str
-    """For people: what happens now, or why nothing does and what ends that."""
+    """For people: what happens now, or why nothing happens and what ends that."""
     until: float | None = None
-    """When it continues by itself, where that is known."""
+    """The time at which it continues by itself, in Unix seconds, where that is known."""
     peer: str
     name: str | None = None
     run: RunView | None = None
@@ -207,9 +208,9 @@ class Status(ControlModel):
     peers: tuple[PeerView, ...] = ()
     leaderboard: tuple[LeaderboardRow, ...] = ()
     audits: AuditsView | None = None
-    """None: this owner is not among those of which the coordinator sends the standing."""
+    """The standing of this owner; None if it is not among those that the coordinator sends."""
     away: InterruptionView | None = None
-    """None: no interruption since the daemon's start."""
+    """The last interruption; None if there was none since the daemon's start."""
 
 
 class LogLine(ControlModel):

@@ -58,13 +58,13 @@ class StatusFacts:
     suspension: Suspension | None = None
     attached: bool = False
     problem: str | None = None
-    """Why there is no session; None before the first attempt has ended."""
+    """The reason why there is no session; None before the first attempt has ended."""
     loading_stage: int | None = None
     """The stage that is being loaded."""
     stage: int | None = None
     """The stage that is held."""
     working: bool = False
-    """Whether something was computed or averaged a moment ago."""
+    """True if something was computed or averaged a moment ago."""
     downloads: tuple[str, ...] = ()
     """Downloads in progress, with how far they are."""
     waiting_for: str = ""

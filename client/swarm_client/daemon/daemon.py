@@ -148,6 +148,8 @@ class Daemon:
     # ---- life
 
     async def run(self, first: JoinArguments | None, *, resume: bool = True) -> None:
+        """Serve commands and work on runs until the daemon ends: on `first`, or on the chosen run
+        if `resume`."""
         if first is not None:
             self._store_runs(self._stored_runs.pausing(None))
             self._target = first
@@ -204,11 +206,11 @@ class Daemon:
         try:
             with trio.CancelScope() as self._participation_scope:
                 invite = Invite.decode(join.invite)
-                ended = await participate(
+                device_group = await participate(
                     join, invite, self.home, self.identity, self._contribution, self.event,
-                    self._begun, partial(self._admitted, join),
+                    self._participation_began, partial(self._admitted, join),
                 )  # fmt: skip
-                finished = ended.finished
+                finished = device_group.finished
         except BaseException as error:
             expected = expected_error(error)
             if expected is None or self._foreground:
@@ -254,7 +256,7 @@ class Daemon:
 
     # ---- a participation (`swarm_client.daemon.participation`)
 
-    def _begun(self, device_group: DeviceGroup, governor: Governor) -> None:
+    def _participation_began(self, device_group: DeviceGroup, governor: Governor) -> None:
         self.device_group, self.governor = device_group, governor
         self.failure = None
         if self._stored_runs.pause is not None:
@@ -346,7 +348,7 @@ class Daemon:
     def methods(self) -> dict[str, Method]:
         """The methods of the control API (docs/control-api.md) that change or report this state."""
         return {
-            "pause": order(PauseArguments, lambda wanted: self.pause(wanted.seconds)),
+            "pause": order(PauseArguments, lambda arguments: self.pause(arguments.seconds)),
             "resume": order(NoArguments, lambda _: self.resume()),
             "finish": order(NoArguments, lambda _: self.finish()),
             "leave": order(NoArguments, lambda _: self.leave()),
@@ -357,8 +359,8 @@ class Daemon:
                 NoArguments,
                 lambda _: {"runs": [run.model_dump() for run in self._stored_runs.listed()]},
             ),
-            "choose_run": order(RunArguments, lambda wanted: self.choose_run(wanted.run)),
-            "forget_run": order(RunArguments, lambda wanted: self.forget_run(wanted.run)),
+            "choose_run": order(RunArguments, lambda arguments: self.choose_run(arguments.run)),
+            "forget_run": order(RunArguments, lambda arguments: self.forget_run(arguments.run)),
             "config_show": query(NoArguments, self._show_preferences),
             "config_set": query(ConfigArguments, self._set_preference),
         }
@@ -367,10 +369,12 @@ class Daemon:
         flags = () if self._target is None else self._target.preferences
         return shown(self._preferences_path, flags)
 
-    def _set_preference(self, wanted: ConfigArguments) -> dict[str, Any]:
+    def _set_preference(self, arguments: ConfigArguments) -> dict[str, Any]:
         """Change the file, where a running governor finds it at its next tick. Flags and the
         environment are not changed: they belong to the user who started the program."""
-        return {"value": set_preference(self._preferences_path, wanted.name, wanted.text or None)}
+        return {
+            "value": set_preference(self._preferences_path, arguments.name, arguments.text or None)
+        }
 
     def _failure_report(self, _: NoArguments) -> dict[str, Any]:
         return {
@@ -378,6 +382,7 @@ class Daemon:
         }
 
     async def status(self) -> Status:
+        """Return the status that the control API reports."""
         governor = self.governor
         readings = await self._read_system() if governor is None else governor.readings
         pause = self._stored_runs.pause
@@ -401,6 +406,8 @@ class Daemon:
             return await trio.to_thread.run_sync(self._probes.read_system)
 
     def pause(self, seconds: float | None) -> str:
+        """Begin the user's pause, for some seconds or until `resume`; it is stored, so that a
+        restart keeps it."""
         now = self._wall()
         until = None if seconds is None else now + seconds
         self._store_runs(self._stored_runs.pausing(StoredPause(until=until)))
@@ -412,6 +419,7 @@ class Daemon:
         return f"paused {end}"
 
     def resume(self) -> str:
+        """End the user's pause; without one, continue the chosen run."""
         paused = self._stored_runs.pause is not None
         if paused:
             self._store_runs(self._stored_runs.pausing(None))
@@ -463,6 +471,8 @@ class Daemon:
         return message
 
     def join(self, join: JoinArguments) -> str:
+        """Work on the run of an invite from now on, and end a pause. UsageError while the daemon
+        ends."""
         invite = Invite.decode(join.invite)
         if self._ending:
             raise UsageError("the daemon is ending; try again in a moment")
@@ -479,8 +489,9 @@ class Daemon:
         self._target = join
         self._wake()
 
-    def choose_run(self, wanted: str) -> str:
-        run = self._stored_runs.find(wanted)
+    def choose_run(self, name_or_id: str) -> str:
+        """Switch to a run that was joined before."""
+        run = self._stored_runs.find(name_or_id)
         if self._stored_runs.chosen == run.id and self._target is not None:
             return f"run {run.name!r} is the current run already"
         self._store_runs(self._stored_runs.choosing(run.id))
@@ -488,8 +499,9 @@ class Daemon:
         self.event(f"switching to run {run.name!r}")
         return f"switching to run {run.name!r}"
 
-    def forget_run(self, wanted: str) -> str:
-        run = self._stored_runs.find(wanted)
+    def forget_run(self, name_or_id: str) -> str:
+        """Remove a run from the stored ones. UsageError for the run that is worked on."""
+        run = self._stored_runs.find(name_or_id)
         if self._stored_runs.chosen == run.id and self._target is not None:
             raise UsageError(
                 f"run {run.name!r} is the current run; leave it with `swarm-client leave` first"

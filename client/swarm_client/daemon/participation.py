@@ -56,7 +56,7 @@ Report = Callable[[str], None]
 
 
 _DeviceResources = tuple[Identity, Home, str, VolunteerOptions, Report]
-"""What one device's volunteer is made from; the text is its listen address."""
+"""The key, home, listen address, options and report of one device's volunteer."""
 
 
 async def participate(
@@ -142,12 +142,12 @@ def _resources_per_device(
     source: PreferenceSource,
     report: Report,
 ) -> Iterator[_DeviceResources]:
-    """One entry for each device, with its part of the machine's resources."""
+    """Yield the resources of each device, with its part of the machine's."""
     threads = join.threads or max(1, usable_cores() - 1)
     for number, device in enumerate(devices, start=1):
-        own = home.of_device(number)
+        own_home = home.of_device(number)
         # The first device uses the machine's own key: most machines have one device.
-        key = identity if number == 1 else Identity.load_or_create(own.identity_path)
+        key = identity if number == 1 else Identity.load_or_create(own_home.identity_path)
         prefix = f"{device.id}: " if len(devices) > 1 else ""
         report_own = partial(_report_with, prefix, report)
         report_own(f"peer {key.peer_id}")
@@ -163,7 +163,7 @@ def _resources_per_device(
             owner=None if number == 1 else owner_binding(identity, key.peer_id),
             private_web_downloads=source.current.preferences.private_web_downloads,
         )
-        yield key, own, listen_address(join.listen, number), options, report_own
+        yield key, own_home, listen_address(join.listen, number), options, report_own
 
 
 def owner_binding(machine: Identity, device: PeerId) -> str:
@@ -206,7 +206,7 @@ async def _take_part(
         await volunteer.run()
     except (SwarmError, BaseExceptionGroup) as error:
         expected = expected_error(error)
-        others = [one for one in device_group.active if one is not volunteer]
+        others = [other for other in device_group.active if other is not volunteer]
         if expected is None or not others:
             raise
         device_group.failures[volunteer.node.peer_id] = expected

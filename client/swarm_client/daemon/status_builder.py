@@ -64,7 +64,7 @@ MIN_RATE_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class DaemonFacts:
-    """What the daemon knows beside the volunteers."""
+    """The part of a status that the daemon knows without a volunteer."""
 
     now: float
     """Unix seconds."""
@@ -76,7 +76,7 @@ class DaemonFacts:
     runs: tuple[KnownRun, ...]
     suspension: Suspension | None
     stopped: StopCause
-    """Why no run is worked on, when none is."""
+    """The reason why no run is worked on; it is shown when none is."""
     contribution_log: ContributionLog
     readings: Readings
     interruption: InterruptionView | None = None
@@ -99,6 +99,8 @@ class _Traffic:
     received_rate: float = 0.0
 
     def update(self, sent: int, received: int, now: float) -> None:
+        """Take new totals in bytes at the time `now`, in seconds, and compute the rates since the
+        previous ones."""
         if self.at is None or sent < self.sent or received < self.received:
             self.sent_rate = self.received_rate = 0.0
         elif now - self.at < MIN_RATE_SECONDS:
@@ -110,7 +112,8 @@ class _Traffic:
 
 
 class StatusBuilder:
-    """One per daemon; volunteers come and go."""
+    """Makes the status of one daemon. It remembers traffic and work between two statuses, while
+    volunteers come and go."""
 
     def __init__(self) -> None:
         self._traffic = _Traffic()
@@ -119,6 +122,7 @@ class StatusBuilder:
     def status(
         self, device_group: DeviceGroup | None, governor: Governor | None, facts: DaemonFacts
     ) -> Status:
+        """Return the status; `device_group` and `governor` are None while no run is worked on."""
         devices = tuple(self._devices(device_group, governor, facts)) if device_group else ()
         if device_group is None:
             stopped = StatusFacts(stopped=facts.stopped, suspension=facts.suspension)
@@ -217,36 +221,38 @@ class StatusBuilder:
 
 
 def machine_view(readings: Readings, user_idle_seconds: float | None) -> MachineView:
+    """The readings of this machine that could be read; the others keep their defaults."""
     read = {name: getattr(readings, name) for name in MachineView.model_fields}
-    known = {name: value for name, value in read.items() if value is not None}
-    return MachineView(**known | {"user_idle_seconds": user_idle_seconds})
+    readable = {name: value for name, value in read.items() if value is not None}
+    return MachineView(**readable | {"user_idle_seconds": user_idle_seconds})
 
 
 def governed_device_view(view: DeviceView, governor: Governor) -> DeviceView:
     """The view with the readings of its device, and with the governor's reason for a pause."""
-    found = governor.device_decision(view.id)
-    if found is None:
+    governed = governor.device_decision(view.id)
+    if governed is None:
         return view
-    decision, is_governors_pause = found
+    decision, is_governors_pause = governed
     readings, index = governor.readings, number_of(view.id)
-    known: dict[str, object] = {"duty_cycle": decision.limits.duty_cycle}
+    changes: dict[str, object] = {"duty_cycle": decision.limits.duty_cycle}
     if is_governors_pause and view.reason is decision.reason:
-        known |= {"sentence": f"paused: {decision.sentence}", "until": decision.until}
+        changes |= {"sentence": f"paused: {decision.sentence}", "until": decision.until}
     if index is None:
-        known |= {
+        changes |= {
             "utilization": readings.own_cpu_share,
             "memory_used_bytes": readings.own_memory_bytes,
         }
     elif (gpu := readings.gpu(index)) is not None:
-        known |= {
+        changes |= {
             "utilization": gpu.utilization,
             "memory_used_bytes": gpu.memory_used_bytes,
             "temperature_celsius": gpu.temperature_celsius,
         }
-    return view.model_copy(update=known)
+    return view.model_copy(update=changes)
 
 
 def run_view(volunteer: Volunteer) -> RunView:
+    """The run as a volunteer knows it: from its manifest, and from the latest run summary."""
     membership, news, holding = volunteer.membership, volunteer.news, volunteer.holding
     version = 0 if holding is None else holding.version
     return RunView(
@@ -265,12 +271,14 @@ def run_view(volunteer: Volunteer) -> RunView:
 
 
 def stopped_by(error: SwarmError) -> StopCause:
+    """Return the reason why no run is worked on after an error."""
     refused = isinstance(error, AdmissionError)
     reason = SuspendReason.NOT_ADMITTED if refused else SuspendReason.NO_RUN
     return StopCause(reason, str(error))
 
 
 def device_view(volunteer: Volunteer, described: StateDescription) -> DeviceView:
+    """One device: its state in the run, its stage, and the rate of its work."""
     device, holding = volunteer.context.options.device, volunteer.holding
     if holding is not None:
         stage: int | None = holding.stage
@@ -306,14 +314,17 @@ def stage_views(volunteer: Volunteer) -> tuple[StageView, ...]:
 
 
 def own_peers(device_group: DeviceGroup) -> frozenset[PeerId]:
+    """The peer IDs of this machine's devices."""
     return frozenset(volunteer.node.peer_id for volunteer in device_group.volunteers)
 
 
 def peer_views(device_group: DeviceGroup) -> tuple[PeerView, ...]:
+    """The members of the run, those first that are closest to this machine: its own, linked ones,
+    those of its stages."""
     # Several devices may have links to the same peer; one of them is listed.
-    paths = {path.remote: path for one in device_group.volunteers for path in one.node.paths()}
+    paths = {path.remote: path for v in device_group.volunteers for path in v.node.paths()}
     names, own = names_of(device_group), own_peers(device_group)
-    holdings = [one.holding for one in device_group.volunteers]
+    holdings = [volunteer.holding for volunteer in device_group.volunteers]
     own_stages = {holding.stage for holding in holdings if holding is not None}
     records = sorted(
         device_group.reporting_device.roster.all(),
@@ -321,11 +332,11 @@ def peer_views(device_group: DeviceGroup) -> tuple[PeerView, ...]:
             r.peer not in own, r.peer not in paths, r.stage not in own_stages, r.stage, r.peer
         ),
     )  # fmt: skip
-    found: list[PeerView] = []
+    views: list[PeerView] = []
     for record in records[:MAX_LISTED_PEERS]:
         path = None if record.peer in own else paths.get(record.peer)
         kind = "own" if record.peer in own else None
-        found.append(
+        views.append(
             PeerView(
                 peer=record.peer, name=names.get(record.peer), stage=record.stage,
                 microbatches_per_second=record.microbatches_per_second,
@@ -334,7 +345,7 @@ def peer_views(device_group: DeviceGroup) -> tuple[PeerView, ...]:
                 bytes_per_second=None if path is None else path.bytes_per_second,
             )
         )  # fmt: skip
-    return tuple(found)
+    return tuple(views)
 
 
 def names_of(device_group: DeviceGroup) -> dict[str, str]:
@@ -371,6 +382,7 @@ def audits(device_group: DeviceGroup) -> AuditsView | None:
 
 
 def leaderboard(device_group: DeviceGroup) -> tuple[LeaderboardRow, ...]:
+    """The leaderboard of the latest run summary, with this machine's row marked."""
     news, own = device_group.reporting_device.news, own_peers(device_group)
     rows = () if news is None else news.leaderboard
     return tuple(

@@ -77,28 +77,28 @@ def check_python(version: tuple[int, ...] = sys.version_info[:3]) -> Check:
 
 async def probe_torch() -> tuple[dict[str, Any], float]:
     """The child process's findings, and the seconds it took."""
-    begun = time.monotonic()
+    began_at = time.monotonic()
     done = await trio.run_process(
         module_command(_TORCH_MODULE),
         capture_stdout=True, capture_stderr=True, check=False,
     )  # fmt: skip
-    seconds = time.monotonic() - begun
+    seconds = time.monotonic() - began_at
     try:
-        found = json.loads(done.stdout)
+        findings = json.loads(done.stdout)
     except ValueError:
         last_line = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
         end = f"ended with code {done.returncode}"
         return {"error": f"its test process {end} {' '.join(last_line)[:200]}"}, seconds
-    return dict(found), seconds
+    return dict(findings), seconds
 
 
-def check_torch(found: Mapping[str, Any], seconds: float) -> Check:
-    if "error" in found:
+def check_torch(findings: Mapping[str, Any], seconds: float) -> Check:
+    if "error" in findings:
         return problem(
-            "torch", SwarmError, f"PyTorch cannot be loaded: {found['error']}",
+            "torch", SwarmError, f"PyTorch cannot be loaded: {findings['error']}",
             "Install swarmtrain again; its dependencies include a matching PyTorch.",
         )  # fmt: skip
-    version, built_for = str(found["torch"]), str(found["built_for"])
+    version, built_for = str(findings["torch"]), str(findings["built_for"])
     seen = f"{version}, built for {built_for}, loaded in {seconds:.1f} s"
     details: dict[str, Detail] = {"version": version, "load_seconds": round(seconds, 2)}
     if not version.startswith(TORCH_SERIES):
@@ -110,12 +110,12 @@ def check_torch(found: Mapping[str, Any], seconds: float) -> Check:
     return ok("torch", seen, **details)
 
 
-def check_gpu(found: Mapping[str, Any], wanted: str) -> Check:
-    if wanted == "cpu":
+def check_gpu(findings: Mapping[str, Any], device: str) -> Check:
+    if device == "cpu":
         return skipped("gpu", "--device cpu was chosen")
-    if "error" in found:
+    if "error" in findings:
         return skipped("gpu", "PyTorch cannot be loaded")
-    devices, driver = found["devices"], found["driver"]
+    devices, driver = findings["devices"], findings["driver"]
     by_driver = f"driver {driver}" if driver else ""
     if devices:
         first = {key: value for key, value in devices[0].items() if key != "rates"}
@@ -127,21 +127,22 @@ def check_gpu(found: Mapping[str, Any], wanted: str) -> Check:
             f"{first['free_bytes'] / GIB:.1f} of {first['total_bytes'] / GIB:.1f} GiB free{more}",
             devices=len(devices), driver=driver, **first,
         )  # fmt: skip
-    if "device_error" in found and not found["nvidia_hardware"]:
+    if "device_error" in findings and not findings["nvidia_hardware"]:
         return warning(
-            "gpu", f"the GPU cannot be used: {found['device_error']}",
+            "gpu", f"the GPU cannot be used: {findings['device_error']}",
             "Update its driver, or install a PyTorch that is built for it.", driver=driver,
         )  # fmt: skip
-    if not driver and not found["nvidia_hardware"]:
+    if not driver and not findings["nvidia_hardware"]:
         return skipped("gpu", "PyTorch sees no GPU, and there is none of NVIDIA's; the CPU is used")
-    if "device_error" in found:
+    if "device_error" in findings:
         return warning(
-            "gpu", f"the GPU cannot be used: {found['device_error']}",
+            "gpu", f"the GPU cannot be used: {findings['device_error']}",
             "Update the NVIDIA driver and restart the machine.", driver=driver,
         )  # fmt: skip
-    if not str(found["built_for"]).startswith("CUDA"):
+    if not str(findings["built_for"]).startswith("CUDA"):
         return warning(
-            "gpu", f"an NVIDIA GPU is present, but PyTorch {found['torch']} is built without CUDA",
+            "gpu",
+            f"an NVIDIA GPU is present, but PyTorch {findings['torch']} is built without CUDA",
             "Install a PyTorch that is built for CUDA to use the GPU.",
             driver=driver,
         )  # fmt: skip
@@ -154,11 +155,11 @@ def check_gpu(found: Mapping[str, Any], wanted: str) -> Check:
 
 
 def check_device(
-    found: Mapping[str, Any], wanted: str, permitted: Callable[[Device], MemoryOffer]
+    findings: Mapping[str, Any], wanted: str, permitted: Callable[[Device], MemoryOffer]
 ) -> tuple[Check, Device | None]:
     """The device that `join` would choose, by the same rule, with the memory that is
     `permitted`."""
-    listed = [listed_accelerator(one) for one in found.get("devices", ())]
+    listed = [listed_accelerator(entry) for entry in findings.get("devices", ())]
     try:
         device = choose_device(wanted, None, listed)
     except UsageError as error:
@@ -169,11 +170,11 @@ def check_device(
         return problem(
             "device", CapacityError, str(error), "Use --device auto to use what this machine has."
         ), None
-    there = device.memory
+    whole_memory = device.memory
     device = device.offering(permitted(device))
     details: dict[str, Detail] = {"device": device.name, "memory_bytes": device.memory_bytes}
     offered = f"{device.name}: {device.label}, {device.memory} to offer"
-    if device.memory != there:
+    if device.memory != whole_memory:
         offered += ", as the preferences leave no more"
     if device.host_bytes is not None:
         details["host_bytes"] = device.host_bytes

@@ -54,61 +54,61 @@ async def check_reachability(
             ]
 
         try:
-            found = await examine(port, coordinator, others, mapper)
-            return judge(found, port, mapper)
+            finding = await examine(port, coordinator, others, mapper)
+            return judge(finding, port, mapper)
         finally:
             with trio.CancelScope(shield=True):
                 await mapper.release()
 
 
-def judge(found: ReachabilityFinding, port: int, mapper: PortMapper) -> Check:
+def judge(finding: ReachabilityFinding, port: int, mapper: PortMapper) -> Check:
     details: dict[str, Detail] = {
-        "class": found.reachability.value,
+        "class": finding.reachability.value,
         "port": port,
-        "observed": str(found.observed) if found.observed is not None else None,
-        "behind_router": found.behind_router,
-        "port_preserved": found.port_preserved,
-        "endpoint_independent": found.endpoint_independent,
-        "hole_punching": found.hole_punching,
+        "observed": str(finding.observed) if finding.observed is not None else None,
+        "behind_router": finding.behind_router,
+        "port_preserved": finding.port_preserved,
+        "endpoint_independent": finding.endpoint_independent,
+        "hole_punching": finding.hole_punching,
         "mapping": mapper.mapping.protocol if mapper.mapping is not None else None,
         "double_nat": mapper.double_nat,
     }
-    note = f" ({found.note})" if found.note else ""
-    match found.reachability:
+    note = f" ({finding.note})" if finding.note else ""
+    match finding.reachability:
         case Reachability.PUBLIC:
             return ok(
                 "reachability",
-                f"public: other peers can connect to {found.addresses[0]}",
+                f"public: other peers can connect to {finding.addresses[0]}",
                 **details,
             )
         case Reachability.MAPPED:
             protocol = "NAT-PMP" if details["mapping"] == "nat-pmp" else "UPnP"
-            seen = f"the router forwards {found.addresses[0]} to this machine ({protocol})"
+            seen = f"the router forwards {finding.addresses[0]} to this machine ({protocol})"
             return ok("reachability", seen, **details)
         case Reachability.BEHIND_NAT:
-            return _behind_nat(found, port, note, details)
-    return skipped("reachability", f"not known: {found.note}").model_copy(
+            return _behind_nat(finding, port, note, details)
+    return skipped("reachability", f"not known: {finding.note}").model_copy(
         update={"details": details}
     )
 
 
 def _behind_nat(
-    found: ReachabilityFinding, port: int, note: str, details: dict[str, Detail]
+    finding: ReachabilityFinding, port: int, note: str, details: dict[str, Detail]
 ) -> Check:
-    what = "behind a router" if found.behind_router else "behind a firewall"
+    what = "behind a router" if finding.behind_router else "behind a firewall"
     keeps = {
         True: "it keeps ports",
         False: "it changes ports",
         None: "whether it keeps ports is unknown",
     }
-    seen = f"{what}; {keeps[found.port_preserved]}"
+    seen = f"{what}; {keeps[finding.port_preserved]}"
     open_it = f"turn on UPnP or NAT-PMP in the router, or forward TCP port {port} to this machine"
-    if found.hole_punching:
+    if finding.hole_punching:
         return ok(
             "reachability", f"{seen}; most direct paths can be opened by hole punching{note}",
             **details,
         )  # fmt: skip
-    if found.hole_punching is None:
+    if finding.hole_punching is None:
         return ok(
             "reachability", f"{seen}; joining will show whether direct paths can be opened{note}",
             **details,

@@ -36,7 +36,7 @@ def look() -> dict[str, Any]:
     }
     try:
         accelerator.describe(accelerator.processor())
-        found["devices"] = [asdict(one) for one in accelerator.found()]
+        found["devices"] = [asdict(one) for one in accelerator.describe_all()]
     except Exception as error:  # noqa: BLE001  (drivers fail in many ways, all reported alike)
         found["device_error"] = f"{type(error).__name__}: {error}"[:300]
     return found

@@ -18,14 +18,15 @@ averaging worker, torch, and an allocator's fragments. 0.6 to 0.86 GiB were meas
 
 
 def usable_devices(
-    wanted: str,
+    choice: str,
     memory_bytes: int | None,
     preferences: Preferences,
     listed: Sequence[ListedAccelerator] | None = None,
 ) -> tuple[Device, ...]:
-    """As `choose_devices`, but `auto` skips accelerators that the preferences exclude."""
+    """Choose devices as `choose_devices` does, but let `auto` skip accelerators that the
+    preferences exclude."""
     return choose_devices(
-        wanted, memory_bytes, listed, lambda number: preferences.for_gpu(number).use
+        choice, memory_bytes, listed, lambda number: preferences.for_gpu(number).use
     )
 
 

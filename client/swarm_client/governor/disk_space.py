@@ -43,7 +43,7 @@ def data_budget_bytes(preferences: Preferences) -> int:
 
 
 class DiskAllowance:
-    """What the preferences allow to be written."""
+    """The bytes that the preferences still allow to be written."""
 
     def __init__(self, disk: DiskProbe, source: PreferenceSource, home: Home, run: RunId) -> None:
         self._disk = disk
@@ -70,14 +70,14 @@ class DiskAllowance:
 def unused_caches(home: Home, current: RunId) -> list[Path]:
     """Folders of other runs that have caches, the longest unused first."""
     kept = home.run_folder(current).name
-    found: list[tuple[float, Path]] = []
+    by_last_use: list[tuple[float, Path]] = []
     for folder in (*home.path.glob("runs/*"), *home.path.glob("devices/*/runs/*")):
         if folder.name == kept or not folder.is_dir():
             continue
         caches = [folder / name for name in CACHES if (folder / name).is_dir()]
         if caches:
-            found.append((max(cache.stat().st_mtime for cache in caches), folder))
-    return [folder for _, folder in sorted(found)]
+            by_last_use.append((max(cache.stat().st_mtime for cache in caches), folder))
+    return [folder for _, folder in sorted(by_last_use)]
 
 
 def make_room(home: Home, current: RunId, missing_bytes: float) -> int:

@@ -65,9 +65,9 @@ class _DeviceRecord:
 
     volunteer: Volunteer
     device: Device
-    """As offered at the start, without the preferences."""
+    """The device as it was offered at the start, without the preferences."""
     offered: MemoryOffer
-    """As offered with them."""
+    """The memory that was offered last, as the preferences have it."""
     memory: PolicyMemory = field(default_factory=PolicyMemory)
     decision: GovernorDecision = field(default_factory=lambda: GovernorDecision((), Limits()))
     own_suspension: Suspension | None = None
@@ -75,7 +75,8 @@ class _DeviceRecord:
     reported_reasons: tuple[object, ...] = ()
 
     @classmethod
-    def of(cls, volunteer: Volunteer) -> _DeviceRecord:
+    def for_volunteer(cls, volunteer: Volunteer) -> _DeviceRecord:
+        """Return the record of a volunteer for which nothing was decided yet."""
         device = volunteer.context.options.device
         return cls(volunteer, device, device.memory)
 
@@ -97,7 +98,9 @@ class Governor:
         self.source = source
         self._home = home
         self._device_group = device_group
-        self._records = tuple(_DeviceRecord.of(one) for one in device_group.volunteers)
+        self._records = tuple(
+            _DeviceRecord.for_volunteer(volunteer) for volunteer in device_group.volunteers
+        )
         self._bandwidth = bandwidth
         self._run = run
         self._report = report
@@ -118,21 +121,25 @@ class Governor:
 
     def user_idle_seconds(self) -> float | None:
         """Seconds since the last input of a user, at the display or in a terminal."""
-        seen = self._records[0].memory.at_any.last_seen
-        return None if seen is None else max(0.0, trio.current_time() - seen)
+        last_seen = self._records[0].memory.at_any.last_seen
+        return None if last_seen is None else max(0.0, trio.current_time() - last_seen)
 
     def device_decision(self, device_id: str) -> tuple[GovernorDecision, bool] | None:
         """The device's decision, and whether its present suspension is the governor's."""
         for record in self._records:
             if record.device.id == device_id:
-                own = record.own_suspension
-                ordered = own is not None and record.volunteer.suspended is own
+                ordered = (
+                    record.own_suspension is not None
+                    and record.volunteer.suspended is record.own_suspension
+                )
                 return record.decision, ordered
         return None
 
     # ---- the loop
 
     async def run(self) -> None:
+        """Read the machine and apply the limits, every TICK_SECONDS, until cancelled; then give the
+        cores back."""
         self._report_preferences()
         try:
             while True:
@@ -203,7 +210,7 @@ class Governor:
         )
         cores = min(limits.cores or self._binding.available_cores, self._binding.available_cores)
         own_cores = max(1, cores // len(self._records))
-        sharers = sum(one.device.name == device.name for one in self._records)
+        sharers = sum(record.device.name == device.name for record in self._records)
         vram = None if limits.vram_bytes is None else limits.vram_bytes // sharers
         threads = min(volunteer.context.options.threads, own_cores)
         volunteer.limit(WorkerLimits(limits.duty_cycle, threads, vram))

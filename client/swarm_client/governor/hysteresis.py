@@ -25,16 +25,21 @@ class Band:
 
 @dataclass(frozen=True, slots=True)
 class Switch:
+    """A state that changes only after readings beyond a band, for some time."""
+
     on: bool = False
     since: float | None = None
-    """Since when the readings have asked for the other state without interruption."""
+    """The time since which the readings have asked for the other state without interruption."""
     unread_since: float | None = None
 
     def update(
         self, reading: float | None, band: Band, now: float, max_unread_seconds: float
     ) -> Switch:
-        """A missing reading changes nothing until it has been missing for `max_unread_seconds`: a
-        lost probe must not suspend a machine permanently."""
+        """Return the switch after a reading at `now`, in seconds.
+
+        A missing reading changes nothing until it has been missing for `max_unread_seconds`: a lost
+        probe must not suspend a machine permanently.
+        """
         if reading is None:
             unread_since = self.unread_since if self.unread_since is not None else now
             if now - unread_since >= max_unread_seconds:
@@ -54,15 +59,21 @@ OFF = Switch()
 
 @dataclass(frozen=True, slots=True)
 class Presence:
-    """When a user was last seen."""
+    """The time at which a user was last seen, in seconds of the steady clock."""
 
     last_seen: float | None = None
 
     def update(self, idle_seconds: float | None, now: float) -> Presence:
+        """Return the presence after a reading of the seconds since the last input; None changes
+        nothing."""
         if idle_seconds is None:
             return self
-        seen = now - idle_seconds
-        return self if self.last_seen is not None and self.last_seen >= seen else Presence(seen)
+        input_at = now - idle_seconds
+        return (
+            self
+            if self.last_seen is not None and self.last_seen >= input_at
+            else Presence(input_at)
+        )
 
     def seconds_left(self, idle_seconds: float, now: float) -> float:
         """Seconds for which a user who does nothing more still counts as present; 0: no user is

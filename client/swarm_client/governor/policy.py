@@ -50,7 +50,7 @@ class ClockReading:
 
 @dataclass(frozen=True, slots=True)
 class PolicyMemory:
-    """What the next decision needs to know of the past."""
+    """The state that one decision hands to the next."""
 
     at_display: Presence = NEVER_SEEN
     at_any: Presence = NEVER_SEEN
@@ -63,7 +63,7 @@ class PolicyMemory:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much may be used. None: as much as there is."""
+    """The limits of what may be used. None in a field: as much as there is."""
 
     cores: int | None = None
     nice: int = 0
@@ -79,6 +79,8 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Cause:
+    """A cause not to compute, with the sentence in which users read it."""
+
     reason: SuspendReason
     sentence: str
     until: float | None = None
@@ -95,6 +97,7 @@ class GovernorDecision:
 
     @property
     def reason(self) -> SuspendReason | None:
+        """The reason of the first cause; None if the device computes."""
         return self.causes[0].reason if self.causes else None
 
     @property
@@ -103,15 +106,17 @@ class GovernorDecision:
 
     @property
     def sentence(self) -> str:
+        """All causes in one sentence."""
         if not self.causes:
             return "the preferences allow computing"
         return "; also, ".join(cause.sentence for cause in self.causes)
 
     @property
     def until(self) -> float | None:
-        """When the last of the causes passes, if that is known of all."""
-        known = [cause.until for cause in self.causes if cause.until is not None]
-        return max(known) if known and len(known) == len(self.causes) else None
+        """The time at which the last of the causes passes, in Unix seconds; None unless it is known
+        of all."""
+        ends = [cause.until for cause in self.causes if cause.until is not None]
+        return max(ends) if ends and len(ends) == len(self.causes) else None
 
 
 def decide(
@@ -154,11 +159,13 @@ class _Evaluation:
 
     @property
     def gpu(self) -> GpuPreferences | None:
+        """The preferences for the GPU that is decided for; None for the processor."""
         return None if self.gpu_index is None else self.preferences.for_gpu(self.gpu_index)
 
     # ---- memory
 
     def remember(self, memory: PolicyMemory) -> PolicyMemory:
+        """Return the memory with the readings of now in it."""
         steady, readings = self.now.steady, self.readings
         at_display = memory.at_display.update(readings.display_idle_seconds, steady)
         return PolicyMemory(
@@ -203,10 +210,10 @@ class _Evaluation:
         return self._look(switch, missing, Band(1.0, -margin))
 
     def _disk_used_up(self, switch: Switch) -> Switch:
-        most = self.preferences.disk_gib * GIB
-        if most <= 0:
+        limit_bytes = self.preferences.disk_gib * GIB
+        if limit_bytes <= 0:
             return OFF
-        band = Band(most, most * (1 - DISK_MARGIN_SHARE))
+        band = Band(limit_bytes, limit_bytes * (1 - DISK_MARGIN_SHARE))
         return self._look(switch, self.readings.disk_used_bytes, band)
 
     def _memory_short(self, switch: Switch, at_display: Presence) -> Switch:
@@ -223,7 +230,7 @@ class _Evaluation:
         return self.preferences.idle_minutes * 60
 
     def _memory_bytes(self, at_display: Presence) -> int | None:
-        """Of this machine's memory, for all processes of this program, at this moment."""
+        """Bytes of this machine's memory that all processes of this program may take now."""
         total = self.readings.memory_total_bytes
         if total is None:
             return None
@@ -237,6 +244,7 @@ class _Evaluation:
     # ---- limits
 
     def limits(self) -> Limits:
+        """Return the limits that the preferences set."""
         preferences, gpu = self.preferences, self.gpu
         percent = preferences.cpu_percent if gpu is None else gpu.duty_cycle_percent
         return Limits(
@@ -253,6 +261,7 @@ class _Evaluation:
     # ---- causes
 
     def causes(self, memory: PolicyMemory) -> Iterator[Cause]:
+        """Yield every cause not to compute; the first one is reported as the reason."""
         yield from self._exclusive()
         yield from self._user_active(memory)
         yield from self._batteries()
@@ -265,10 +274,10 @@ class _Evaluation:
             yield Cause(SuspendReason.CPU_BUSY, self._cpu_sentence())
 
     def _exclusive(self) -> Iterator[Cause]:
-        wanted = list(self.preferences.exclusive_apps)
+        exclusive_apps = list(self.preferences.exclusive_apps)
         if self.gpu is not None:
-            wanted += self.preferences.exclusive_gpu_apps
-        running = [app for app in wanted if app in self.readings.running_apps]
+            exclusive_apps += self.preferences.exclusive_gpu_apps
+        running = [app for app in exclusive_apps if app in self.readings.running_apps]
         if running:
             yield Cause(
                 SuspendReason.EXCLUSIVE_APP,
@@ -282,13 +291,13 @@ class _Evaluation:
         else:
             allowed, presence = preferences.run_gpu_if_user_active, memory.at_display
             place = "this machine's display"
-        left = presence.seconds_left(self._idle_seconds(), self.now.steady)
-        if not allowed and left > 0:
+        seconds_left = presence.seconds_left(self._idle_seconds(), self.now.steady)
+        if not allowed and seconds_left > 0:
             yield Cause(
                 SuspendReason.USER_ACTIVE,
                 f"{place} is in use; continues after {preferences.idle_minutes:g} minutes without "
                 "input",
-                self.now.wall + left,
+                self.now.wall + seconds_left,
             )
 
     def _batteries(self) -> Iterator[Cause]:
@@ -299,7 +308,7 @@ class _Evaluation:
             )
 
     def _hours(self) -> Iterator[Cause]:
-        for hours, reason, what in (
+        for hours, reason, activity in (
             (self.preferences.running_hours, SuspendReason.TIME_OF_DAY, "computing"),
             (self.preferences.networking_hours, SuspendReason.NETWORK_HOURS, "the network"),
         ):
@@ -307,7 +316,9 @@ class _Evaluation:
                 continue
             opens = hours.next_opening(self.now.wall, self.zone)
             when = "there are none" if opens is None else f"continues {self._clock(opens)}"
-            yield Cause(reason, f"it is outside the hours that you allow for {what}; {when}", opens)
+            yield Cause(
+                reason, f"it is outside the hours that you allow for {activity}; {when}", opens
+            )
 
     def _clock(self, moment: float) -> str:
         local = datetime.fromtimestamp(moment, self.zone)

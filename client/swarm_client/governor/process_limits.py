@@ -41,10 +41,10 @@ class ProcessBinding:
     def apply(self, cores: int | None, nice: int) -> None:
         """Bind and renice. Cheap when nothing has changed."""
         pids = [member.pid for member in self._process_tree.members()]
-        wanted = (cores, nice, tuple(pids))
-        if wanted == self._last and monotonic() - self._at < REPEAT_SECONDS:
+        limits = (cores, nice, tuple(pids))
+        if limits == self._last and monotonic() - self._at < REPEAT_SECONDS:
             return
-        self._last, self._at = wanted, monotonic()
+        self._last, self._at = limits, monotonic()
         allowed = chosen_cores(self._available, cores)
         for pid in pids:
             if allowed is not None and (self._bound or allowed != self._available):
@@ -72,7 +72,8 @@ class ProcessBinding:
 
 
 def chosen_cores(free: frozenset[int] | None, cores: int | None) -> frozenset[int] | None:
-    """The last `cores` of them: the first ones serve interrupts on many machines."""
+    """Return the last `cores` of the free ones: the first ones serve interrupts on many
+    machines."""
     if free is None:
         return None
     return free if cores is None else frozenset(sorted(free)[-cores:])
@@ -91,7 +92,7 @@ def bind(pid: int, cores: frozenset[int]) -> None:
 
 
 def threads(pid: int) -> list[int]:
-    """All threads of a process on Linux; elsewhere the process itself."""
+    """Return the threads of a process on Linux; elsewhere the process itself."""
     try:
         return [int(entry.name) for entry in Path(f"/proc/{pid}/task").iterdir()]
     except OSError:

@@ -42,6 +42,7 @@ class TransferCounts:
         self._warned = False
 
     def add(self, day: date, size: int) -> None:
+        """Add bytes that were transferred on a day; now and then the counts are saved."""
         if size > 0:
             self.bytes_by_day[day] = self.bytes_by_day.get(day, 0) + size
             self._unsaved = True

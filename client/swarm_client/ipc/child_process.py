@@ -202,14 +202,14 @@ async def start_child(
     Leaving closes the socket, which ends a child that listens, and kills it after
     `grace_seconds`. Its output is appended to `log_path`; `environment` is added to ours.
     """
-    ours, theirs = socket.socketpair()
+    own_end, child_end = socket.socketpair()
     try:
-        with theirs, _opened_log(log_path) as log:
+        with child_end, _opened_log(log_path) as log:
             # Popen runs here and not in a helper thread (as trio.open_process does): the death
             # signal of prctl fires when the *thread* that started the child ends.
             process = subprocess.Popen(
-                module_command(module, *arguments, "--fd", str(theirs.fileno())),
-                pass_fds=(theirs.fileno(),),
+                module_command(module, *arguments, "--fd", str(child_end.fileno())),
+                pass_fds=(child_end.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -218,9 +218,9 @@ async def start_child(
                 process_group=0,
             )
     except BaseException:
-        ours.close()
+        own_end.close()
         raise
-    child = ChildProcess(TrioLink(ours, incoming), process, log_path)
+    child = ChildProcess(TrioLink(own_end, incoming), process, log_path)
     try:
         yield child
     finally:

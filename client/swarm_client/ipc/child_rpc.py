@@ -188,10 +188,10 @@ class ChildRpc(Generic[MessageT]):
             pending.on_abandoned()
 
     def _fail_all(self, status: int | None, reason: str) -> None:
-        how = "" if status is None else f" with exit status {status}"
+        manner = "" if status is None else f" with exit status {status}"
         if self._kill_reason:
-            how = f": {self._kill_reason}"
-        self._death = f"{self._name} has ended{how}{reason}; its log is {self._child.log_path}"
+            manner = f": {self._kill_reason}"
+        self._death = f"{self._name} has ended{manner}{reason}; its log is {self._child.log_path}"
         self._dead.set()
         self._outbox.close()
         for pending in self._pending.values():

@@ -251,7 +251,7 @@ class BusConnection:
 
 
 def _answers(message: Message, serial: int) -> bool:
-    """Whether it is the answer to a call. A signal, which every user may send, is none."""
+    """Whether a message is the answer to a call. A signal, which every user may send, is none."""
     is_answer = message.header.message_type in (MessageType.method_return, MessageType.error)
     return is_answer and message.header.fields.get(HeaderFields.reply_serial) == serial
 
@@ -272,7 +272,8 @@ class Bus:
         answer: str,
         seconds: float,
     ) -> tuple[Any, ...]:
-        """As of a connection, opening one included."""
+        """Call a method as `BusConnection.call` does, within so many seconds, which include opening
+        a connection."""
         deadline = monotonic() + seconds
         if self._connection is None:
             self._connection = BusConnection(self._path, seconds=seconds)

@@ -39,12 +39,12 @@ PROBE_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class DeviceRates:
-    """How fast a device copies and computes, as measured."""
+    """The measured rates at which a device copies and computes."""
 
     copied_bytes_per_second: float
-    """From and to pinned host memory, in each direction while both are copied."""
+    """Bytes per second from and to pinned host memory, in each direction while both are copied."""
     float32_flops_per_second: float
-    """Of products of matrices."""
+    """Operations per second in products of matrices."""
     bfloat16_flops_per_second: float
 
     @property
@@ -65,7 +65,7 @@ class ListedAccelerator:
     has_own_memory: bool = True
     """False: it computes in the host's memory."""
     rates: DeviceRates | None = None
-    """None: unknown, or it has no memory of its own."""
+    """The measured rates; None if they are unknown, or for a device without memory of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,8 @@ class Device:
     number: int = 1
     """Number among volunteers that share the device."""
     host_bytes: int | None = None
-    """Of the host besides; None: the device computes in the host's memory."""
+    """Memory of the host that is offered besides, in bytes; None if the device computes in the
+    host's memory."""
     rates: DeviceRates | None = None
 
     def offering(self, memory: MemoryOffer) -> Device:
@@ -117,16 +118,17 @@ def choose_device(
         if not listed:
             return _cpu(memory_bytes)
         wanted = listed[0].name
-    found = next((one for one in listed if one.name == full_name(wanted)), None)
-    if found is None:
-        seen = ", ".join(one.name for one in listed) or "no GPU"
+    accelerator = next((a for a in listed if a.name == full_name(wanted)), None)
+    if accelerator is None:
+        seen = ", ".join(a.name for a in listed) or "no GPU"
         raise CapacityError(
             f"this machine has no {wanted}: torch sees {seen}; use --device cpu, or install a "
             "driver and a torch that is built for this device"
         )
     return Device(
-        found.name, found.label, memory_bytes or int(found.free_bytes * MEMORY_SHARE),
-        host_bytes=_host_bytes() if found.has_own_memory else None, rates=found.rates,
+        accelerator.name, accelerator.label,
+        memory_bytes or int(accelerator.free_bytes * MEMORY_SHARE),
+        host_bytes=_host_bytes() if accelerator.has_own_memory else None, rates=accelerator.rates,
     )  # fmt: skip
 
 
@@ -136,7 +138,7 @@ def choose_devices(
     listed: Sequence[ListedAccelerator] | None = None,
     usable: Callable[[int], bool] = lambda number: True,
 ) -> tuple[Device, ...]:
-    """All requested devices, named with commas between them; at least one.
+    """Return all requested devices, named with commas between them; at least one.
 
     `auto` alone chooses every accelerator that is `usable`, by its number, or else the processor. A
     device that is named twice is shared with its memory, and all share the host's; `memory_bytes`
@@ -152,10 +154,10 @@ def choose_devices(
     if names != [PROCESSOR]:
         listed = list_accelerators() if listed is None else listed
     if names == ["auto"] and listed:
-        may = [one.name for one in listed if usable(number_of(one.name) or 0)]
-        names = may[:MAX_DEVICES] or [PROCESSOR]
-    found = [choose_device(name, memory_bytes, listed) for name in names]
-    return tuple(_share(found, place) for place in range(len(found)))
+        usable_names = [a.name for a in listed if usable(number_of(a.name) or 0)]
+        names = usable_names[:MAX_DEVICES] or [PROCESSOR]
+    devices = [choose_device(name, memory_bytes, listed) for name in names]
+    return tuple(_share(devices, place) for place in range(len(devices)))
 
 
 def _share(devices: Sequence[Device], place: int) -> Device:
@@ -166,8 +168,10 @@ def _share(devices: Sequence[Device], place: int) -> Device:
     in_one_memory = len(sharers)
     if device.host_bytes is not None:
         # Each reading is of another moment.
-        least = min(other.host_bytes for other in devices if other.host_bytes is not None)
-        device = replace(device, host_bytes=least // len(devices))
+        least_host_bytes = min(
+            other.host_bytes for other in devices if other.host_bytes is not None
+        )
+        device = replace(device, host_bytes=least_host_bytes // len(devices))
     else:  # devices that compute in the host's memory, of whatever name
         in_one_memory = sum(other.host_bytes is None for other in devices)
     device = replace(device, memory_bytes=device.memory_bytes // in_one_memory)
@@ -194,15 +198,15 @@ def list_accelerators() -> list[ListedAccelerator]:
             module_command(_PROBE_MODULE),
             capture_output=True, timeout=PROBE_SECONDS, check=True, text=True,
         )  # fmt: skip
-        return [listed_accelerator(one) for one in json.loads(done.stdout)]
+        return [listed_accelerator(entry) for entry in json.loads(done.stdout)]
     except (subprocess.SubprocessError, ValueError):
         return []  # a torch without one, or a driver that does not answer: nothing to use
 
 
-def listed_accelerator(found: Mapping[str, Any]) -> ListedAccelerator:
-    """One accelerator of the child's answer."""
-    rates = found["rates"]
+def listed_accelerator(entry: Mapping[str, Any]) -> ListedAccelerator:
+    """Return an accelerator from its entry in the answer of the child process."""
+    rates = entry["rates"]
     return ListedAccelerator(
-        str(found["name"]), str(found["label"]), int(found["free_bytes"]),
-        bool(found["has_own_memory"]), None if rates is None else DeviceRates(**rates),
+        str(entry["name"]), str(entry["label"]), int(entry["free_bytes"]),
+        bool(entry["has_own_memory"]), None if rates is None else DeviceRates(**rates),
     )  # fmt: skip

@@ -37,18 +37,20 @@ if TYPE_CHECKING:  # pydantic, which a view must not load before its first frame
 class Home:
     path: Path
     machine: Path | None = None
-    """For a further device: the home of the machine that it is part of."""
+    """The home of the machine to which this home of a further device belongs; None for the
+    machine's own."""
 
     @classmethod
     def locate(cls, path: Path | None) -> Home:
-        """The given folder, or the platform's folder for application data. Creates nothing.
-        StorageError for a user without a home folder, where it is needed."""
+        """Return the home in the given folder, or in the platform's folder for application data.
+        Creates nothing. StorageError for a user without a home folder, where it is needed."""
         return cls(expanded(path) if path is not None else data_folder())
 
     @classmethod
     def create(cls, path: Path | None) -> Home:
-        """The same; the folder exists afterwards. StorageError when it cannot be used, or is
-        another user's: that one could change all that is kept there, and read it."""
+        """Return the home as `locate` does; its folder exists afterwards. StorageError when it
+        cannot be used, or is another user's: that one could change all that is kept there, and read
+        it."""
         home = cls.locate(path)
         try:
             make_folder(home.path, 0o700)

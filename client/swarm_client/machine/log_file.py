@@ -11,7 +11,7 @@ from swarm_shared.base.text import LogFormatter
 
 LOG_BYTES = 5 * 2**20
 LOGGERS = (logging.getLogger("swarm_client"), logging.getLogger("swarm_shared"))
-"""Those of the program's packages, above all of its loggers."""
+"""The loggers of the program's packages, above all of its other loggers."""
 
 
 class LogFile(logging.handlers.RotatingFileHandler):

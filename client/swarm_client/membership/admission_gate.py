@@ -75,7 +75,8 @@ class AdmissionGate:
         )
 
     def check_not_revoked(self, remote: PeerId) -> None:
-        """The same for a remote that showed its certificate when it opened this link."""
+        """Raise AdmissionError for a revoked remote, which showed its certificate when it opened
+        this link."""
         if self._roster.is_revoked(remote):
             raise AdmissionError(f"the organiser has revoked {remote}")
 

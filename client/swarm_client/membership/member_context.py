@@ -17,7 +17,7 @@ from swarm_shared.network import Node
 
 @dataclass(frozen=True, slots=True)
 class MemberContext:
-    """One member of one run."""
+    """What the parts of one member of one run share."""
 
     identity: Identity
     node: Node

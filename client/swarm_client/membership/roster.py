@@ -26,7 +26,7 @@ class RosterView:
     def __init__(self) -> None:
         self._peers: dict[PeerId, PeerRecord] = {}
         self._bytes = 0
-        """Of all records."""
+        """Bytes that all records count."""
         self._serial = 0
         self._carriers: frozenset[str] = frozenset()
         self._revoked: frozenset[PeerId] = frozenset()
@@ -108,13 +108,13 @@ class RosterView:
         The member signs its record and nothing proves its addresses, so only new ports and relays
         at IPs that the coordinator has proved count.
         """
-        known = self._peers.get(record.peer)
-        if known is None or known.stage != record.stage:
+        current = self._peers.get(record.peer)
+        if current is None or current.stage != record.stage:
             return
-        carriers = known.carrier.addresses if known.carrier is not None else ()
-        direct = [one for one in (*known.addresses, *carriers) if CIRCUIT not in one]
+        carriers = current.carrier.addresses if current.carrier is not None else ()
+        direct = [text for text in (*current.addresses, *carriers) if CIRCUIT not in text]
         proved = {ip_of(address) for address in direct}
-        relays = {ip_of(one) for peer in self._peers.values() for one in peer.addresses}
+        relays = {ip_of(text) for peer in self._peers.values() for text in peer.addresses}
 
         def count(announced: Iterable[str]) -> tuple[str, ...]:
             return tuple(
@@ -127,8 +127,8 @@ class RosterView:
         if carrier is not None:
             carrier = carrier.model_copy(update={"addresses": count(carrier.addresses)})
         self._remove(record.peer)
-        newer = known.model_copy(
-            update={"addresses": count(record.addresses) or known.addresses, "carrier": carrier}
+        newer = current.model_copy(
+            update={"addresses": count(record.addresses) or current.addresses, "carrier": carrier}
         )
         self._peers[record.peer] = newer
         self._bytes += _size_bytes(newer)
@@ -149,7 +149,7 @@ class RosterView:
         return tuple(self._peers.values())
 
     def knows(self, peer: PeerId) -> bool:
-        """Whether this is a member, by its own peer ID or its p2pd's."""
+        """Whether this peer ID is that of a member, or of a member's p2pd."""
         return peer in self._peers or peer in self._carriers
 
     def _index_carriers(self) -> None:

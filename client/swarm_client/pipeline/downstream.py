@@ -51,22 +51,23 @@ class MicrobatchRequest:
     ticket: str
     """The coordinator's signed ticket of the microbatch, in base64."""
     is_copy: bool = False
-    """Whether another copy of it may be under way."""
+    """Whether another copy of this microbatch may be under way."""
 
 
 @dataclass(slots=True, eq=False)
 class _Sending:
-    """One call of `send`. Its nursery runs the requests and mask questions of the delivery, so that
-    none of them outlives the tensor."""
+    """One call of `send` in progress. Its nursery runs the requests and mask questions of the
+    delivery, so that none of them outlives the tensor."""
 
     request: MicrobatchRequest
     nursery: trio.Nursery
     answers: dict[int, EdgeAnswer] = field(default_factory=dict)
-    """By request."""
+    """The answers that have come, by request number."""
     result: EdgeAnswer | MicrobatchAbandoned | None = None
     ended: trio.Event = field(default_factory=trio.Event)
 
     def end(self, result: EdgeAnswer | MicrobatchAbandoned) -> None:
+        """Set the result with which `send` returns."""
         self.result = result
         self.ended.set()
 
@@ -96,11 +97,11 @@ class Downstream:
         self._edges: dict[PeerId, Edge] = {}
         """Edges that take requests."""
         self._sendings: dict[int, _Sending] = {}
-        """By delivery."""
+        """The calls of `send` in progress, by delivery number."""
         self._requests: dict[int, trio.CancelScope] = {}
         """Requests in flight."""
         self._timer = trio.CancelScope()
-        """Its deadline is the time at which the dispatcher wakes."""
+        """The scope whose deadline is the time at which the dispatcher wakes."""
         nursery.start_soon(self._tick_when_due)
         self.roster_changed()
 

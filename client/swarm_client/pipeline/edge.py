@@ -150,6 +150,7 @@ class Edge:
             )
 
     def fail(self, error: SwarmError) -> None:
+        """Close the edge; every request in flight raises `error`."""
         self.closed = True
         self._idle.set()
         for pending in self._pending.values():

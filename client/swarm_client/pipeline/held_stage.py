@@ -21,7 +21,8 @@ RATE_WEIGHT = 0.2
 
 @dataclass(slots=True, eq=False)
 class ComputeMeter:
-    """What the device has computed of one stage."""
+    """The time that the device takes for microbatches of one stage, and how many it has
+    computed."""
 
     seconds_per_microbatch: float | None = None
     computed: int = 0
@@ -53,6 +54,7 @@ class ComputeMeter:
 
     @property
     def microbatches_per_second(self) -> float:
+        """The rate at which the device computes microbatches; 0 before the first."""
         seconds = self.seconds_per_microbatch
         return 1.0 / seconds if seconds else 0.0
 
@@ -67,11 +69,13 @@ class MemoryFailures:
     """Set at MAX_MEMORY_FAILURES."""
 
     def failed(self) -> None:
+        """Count a microbatch that failed for lack of memory."""
         self.in_a_row += 1
         if self.in_a_row >= MAX_MEMORY_FAILURES:
             self.too_many.set()
 
     def computed(self) -> None:
+        """Begin to count anew: a microbatch was computed."""
         self.in_a_row = 0
 
 
@@ -91,7 +95,7 @@ class Holding:
     worker: StageWorker
     account: StageAccount[str]
     next_stage: Downstream | None
-    """None on the last stage."""
+    """The sender to the next stage; None on the last one."""
     close: StepClose[str] = field(init=False)
     in_flight: int = 0
     """Microbatches being served."""
@@ -109,6 +113,7 @@ class Holding:
 
     @property
     def version(self) -> Version:
+        """The version of the parameters that the worker holds."""
         return self.account.version
 
     @property

@@ -23,7 +23,7 @@ FRAMES_BUFFERED = 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalStream:
-    """One end of a pair made by `local_pair`; has those methods of a FramedStream that edges and
+    """One end of a pair made by `local_pair`. It has the methods of a FramedStream that edges and
     stage servers use."""
 
     remote: PeerId
@@ -74,10 +74,10 @@ class LocalStream:
 
 
 def local_pair(peer: PeerId) -> tuple[LocalStream, LocalStream]:
-    """Two connected ends; the remote of each is `peer`, which is this process."""
-    there, take_there = trio.open_memory_channel[Frame](FRAMES_BUFFERED)
-    back, take_back = trio.open_memory_channel[Frame](FRAMES_BUFFERED)
-    return LocalStream(peer, there, take_back), LocalStream(peer, back, take_there)
+    """Return two connected ends; the remote of each is `peer`, which is this process."""
+    put_forth, take_forth = trio.open_memory_channel[Frame](FRAMES_BUFFERED)
+    put_back, take_back = trio.open_memory_channel[Frame](FRAMES_BUFFERED)
+    return LocalStream(peer, put_forth, take_back), LocalStream(peer, put_back, take_forth)
 
 
 def _limit(timeout_seconds: float | None) -> float:

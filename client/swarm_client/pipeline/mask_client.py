@@ -34,6 +34,7 @@ class MaskClient:
             del self._queries[number]
 
     def answer(self, mask: Mask) -> None:
+        """Hand the coordinator's answer to the question that waits for it."""
         query = self._queries.get(mask.request)
         if query is not None:
             with suppress(trio.WouldBlock, trio.ClosedResourceError):  # answered already

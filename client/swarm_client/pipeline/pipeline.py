@@ -26,6 +26,7 @@ class Pipeline:
 
     @property
     def holding(self) -> Holding | None:
+        """The stage that is served; None while there is none."""
         return self.server.holding
 
     def hold(self, holding: Holding | None) -> None:
@@ -49,15 +50,17 @@ class Pipeline:
         self.trainer.oldest_step_is(None if holding is None else holding.step)
 
     def roster_changed(self) -> None:
+        """Open and close edges to peers of the first and the next stage, as the roster says."""
         self.trainer.roster_changed()
         if self.holding is not None and self.holding.next_stage is not None:
             self.holding.next_stage.roster_changed()
 
     def pause(self) -> None:
-        """Take nothing new."""
+        """Take no new leases and no requests of others."""
         self.trainer.pause()
         self.server.paused = True
 
     def resume(self) -> None:
+        """Take leases and requests again."""
         self.trainer.resume()
         self.server.paused = False

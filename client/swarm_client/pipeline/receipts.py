@@ -15,7 +15,7 @@ from swarm_shared.volunteer_rules.stage_account import Counted
 def receipt_signer(
     identity: Identity, membership: CurrentMembership, stage: StageIndex
 ) -> Callable[[Counted], str]:
-    """A function that signs this peer's receipts of one stage, as envelopes in base64."""
+    """Return a function that signs this peer's receipts of one stage, as envelopes in base64."""
 
     def sign(counted: Counted) -> str:
         member = membership.now

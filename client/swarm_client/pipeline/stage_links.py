@@ -26,12 +26,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StageLinks:
+    """Opens streams to other peers' stages, and to this volunteer's own within the process."""
+
     member: MemberContext
     own_server: StageServer
     masks: MaskClient
 
     def downstream(self, stage: StageIndex, nursery: trio.Nursery) -> Downstream:
-        """A sender to `stage` that lives as long as `nursery`."""
+        """Return a sender to `stage` that lives as long as `nursery`."""
         manifest = self.member.membership.now.manifest
         routing = StageRouting(random.Random(), manifest.training.microbatches_per_step)
         return Downstream(
@@ -53,9 +55,9 @@ class StageLinks:
 
     async def _open_stream(self, record: PeerRecord) -> Stream:
         if record.peer == self.member.node.peer_id:
-            ours, served = local_pair(record.peer)
-            self.member.nursery.start_soon(self._serve_locally, served)
-            return ours
+            own_end, served_end = local_pair(record.peer)
+            self.member.nursery.start_soon(self._serve_locally, served_end)
+            return own_end
         return await self.member.node.open_stream(
             record.peer,
             STAGE_PROTOCOL,

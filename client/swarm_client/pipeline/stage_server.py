@@ -67,7 +67,7 @@ ANSWER_STALL_SECONDS = 30.0
 """Seconds in which a sender must take a megabyte of its answer. A slower one is disconnected: its
 microbatches occupy queue slots."""
 
-BEGUN_BYTES = 256 * 2**20
+ASSEMBLY_BYTES = 256 * 2**20
 """Memory for all requests that have not arrived whole; more where the queue is larger."""
 
 PAUSED_DETAIL = "this peer is paused"
@@ -88,17 +88,18 @@ class StageServer:
     """Handler of the stage protocol."""
 
     member: MemberContext
-    """Its nursery runs what is left of a microbatch when its sender has the answer."""
+    """The context of this member. Its nursery runs what is left of a microbatch when its sender has
+    the answer."""
     uplink: UplinkShare
     holding: Holding | None = field(default=None, init=False)
     """The stage that is served now; set by the stage manager."""
     paused: bool = field(default=False, init=False)
-    """Whether nothing new is computed for others: senders receive a busy refusal and choose other
-    peers."""
+    """True while nothing new is computed for others: senders receive a busy refusal and choose
+    other peers."""
     refused: Counter[RefusalReason] = field(default_factory=Counter, init=False)
     """Refusals sent, by reason."""
     _tickets: TicketCheck = field(init=False)
-    _begun: AssemblyBudget = field(default_factory=AssemblyBudget, init=False)
+    _assembly_budget: AssemblyBudget = field(default_factory=AssemblyBudget, init=False)
     _task_scopes: set[trio.CancelScope] = field(default_factory=set, init=False)
     """Scopes of the microbatches in flight, from before the forward to the gradient."""
 
@@ -119,7 +120,7 @@ class StageServer:
         limits = stage_limits(manifest)
         stream.expect(limits)
         queue_bytes = manifest.limits.stage_queue * limits.max_payload_bytes
-        stream.assemble_within(self._begun, max(BEGUN_BYTES, queue_bytes))
+        stream.assemble_within(self._assembly_budget, max(ASSEMBLY_BYTES, queue_bytes))
         # Twice the credits: a request that was cancelled or answered a moment ago may still be
         # listed.
         max_requests = 2 * manifest.limits.edge_credits

@@ -65,11 +65,16 @@ class SumStatements(Protocol):
 
     async def state(
         self, check: SumCheck, close: Close, held: StageWorker, prepared: StageWorker | None
-    ) -> SumsChecked: ...
+    ) -> SumsChecked:
+        """Sign the digests of all reductions of the averaged attempt. SwarmError where one is
+        lost."""
 
 
 class Snapshots(Protocol):
-    async def save(self, holding: Holding, request: SaveSnapshot) -> SnapshotReady: ...
+    """Writes snapshots of stages."""
+
+    async def save(self, holding: Holding, request: SaveSnapshot) -> SnapshotReady:
+        """Write the state of the held stage to a file that peers can download."""
 
 
 class CloseListener(Protocol):
@@ -77,12 +82,14 @@ class CloseListener(Protocol):
 
     def close_decided(
         self, decision: Send | StepApplied | Rejoin | SwitchToPrepared | DropPrepared
-    ) -> None: ...
+    ) -> None:
+        """Carry out a decision of the step close."""
 
 
 @dataclass(slots=True, eq=False)
 class StepCloser:
-    """Lives as long as `nursery`, in which the work of the held stage is done."""
+    """Carries out what the rules of the step close decide, in `nursery`, which lives as long as the
+    held stage is served."""
 
     holding: Holding
     step_tokens: int
@@ -105,15 +112,18 @@ class StepCloser:
         self._carry_out()
 
     def session_lost(self) -> None:
+        """Cancel what was done for the session that has ended."""
         self.holding.close.session_lost()
         self._carry_out()
 
     def stage_prepared(self, stage: LoadedStage) -> None:
+        """Let this volunteer move to `stage`, which is loaded, with the Apply of a close."""
         self._workers[Lane.PREPARED] = stage.worker
         self.holding.close.stage_prepared(stage.account)
         self._carry_out()
 
     def prepared_lost(self) -> None:
+        """Forget the prepared stage, whose worker has died or whose assignment is over."""
         self.holding.close.prepared_lost()
         self._carry_out()
 

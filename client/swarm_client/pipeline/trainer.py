@@ -48,7 +48,7 @@ class Samples(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """What a trainer needs besides leases."""
+    """The data and the first stage, which a trainer needs besides leases."""
 
     samples: Samples
     first_stage: Downstream
@@ -69,9 +69,11 @@ class Trainer:
 
     @property
     def begun(self) -> bool:
+        """Whether `begin` was called."""
         return self._source is not None
 
     def begin(self, samples: Samples, first_stage: Downstream) -> None:
+        """Take leases from now on: read microbatches from `samples`, send them to `first_stage`."""
         self._source = _Source(samples, first_stage)
         samples.over(self._oldest_step)
         first_stage.oldest_step_is(self._oldest_step)
@@ -86,9 +88,11 @@ class Trainer:
             self._start_more(self._source)
 
     def leave(self) -> None:
+        """Take no more leases; hand back the microbatches that have not started."""
         self._hand_back(self._leases.leave())
 
     def pause(self) -> None:
+        """Hand back the microbatches that have not started, and all later leases until `resume`."""
         self._hand_back(self._leases.pause())
 
     def resume(self) -> None:
@@ -96,6 +100,7 @@ class Trainer:
         self._leases.resume()
 
     def roster_changed(self) -> None:
+        """Open and close edges of the first stage as the roster says."""
         if self._source is not None:
             self._source.first_stage.roster_changed()
 

@@ -51,7 +51,7 @@ class UplinkShare:
         if not up:
             return 0.0
         sizes = holding.worker.sizes
-        left = up - self._all_reduce_bytes_per_second if holding.account.staleness else up
+        available = up - self._all_reduce_bytes_per_second if holding.account.staleness else up
         return (sizes.output_bytes + sizes.input_gradient_bytes) / max(
-            left, MIN_ACTIVATION_SHARE * up
+            available, MIN_ACTIVATION_SHARE * up
         )

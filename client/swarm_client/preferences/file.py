@@ -78,7 +78,8 @@ _BOUNDS = (("ge", "from {}"), ("gt", "above {}"), ("le", "to {}"), ("lt", "below
 
 
 def allowed(field: FieldInfo) -> str:
-    """What its values may be, for people; empty where that is not said in a few words."""
+    """Describe the values that a preference may have, for people; empty where that takes more than
+    a few words."""
     bounds = {
         name: getattr(part, name) for part in field.metadata for name, _ in _BOUNDS
         if getattr(part, name, None) is not None
@@ -157,7 +158,8 @@ def _uncomment(content: str, table: str, key: str, value: object) -> str | None:
 
 
 def _check_same(content: str, named: FlatValues, path: Path) -> None:
-    """What is about to be written says exactly what was meant, or nothing is written."""
+    """Raise StorageError unless the new content says exactly what was meant; nothing is written
+    then."""
     if parse_file(content.encode(), str(path)) != named:
         raise StorageError(
             f"{path} is written in a way that this program cannot change; edit it by hand"

@@ -43,7 +43,7 @@ class Origin:
     layer: str
     """`flag`, `environment`, `file` or `default`."""
     where: str
-    """For people: the flag's text, the variable, the path."""
+    """The place of the value, for people: the flag's text, the variable or the path."""
 
 
 DEFAULT = Origin("default", "the default")
@@ -57,18 +57,20 @@ class Layered:
     origins: Mapping[str, Origin]
 
     def origin(self, name: str) -> Origin:
+        """Return the origin of a preference."""
         return self.origins.get(name, DEFAULT)
 
     def values(self) -> Iterator[tuple[str, object, Origin]]:
         """All preferences by name; of tables only what was set."""
         for name, value in flatten(self.preferences.model_dump(exclude_unset=False)).items():
-            said = name in self.origins
-            if said or name.partition(".")[0] not in _TABLES:
+            was_set = name in self.origins
+            if was_set or name.partition(".")[0] not in _TABLES:
                 yield name, value, self.origin(name)
 
 
 def preferences_path(home: Path | None) -> Path:
-    """In the given home, or for the default home in the platform's folder for settings."""
+    """Return the path of the preferences: in the given home, or for the default home in the
+    platform's folder for settings."""
     place = Home.locate(home).path
     with contextlib.suppress(StorageError):  # a user without a home folder has no default home
         if place == Home.locate(None).path:
@@ -88,23 +90,28 @@ def load(
     """
     values: FlatValues = {}
     origins: dict[str, Origin] = {}
-    for layer, where, said in (
+    for layer, where, layer_values in (
         ("file", str(path), read_file(path)),
-        *(("environment", name, one) for name, one in _from_environment(environment)),
+        *(
+            ("environment", name, variable_values)
+            for name, variable_values in _from_environment(environment)
+        ),
         *(("flag", text, _from_flag(text)) for text in flags),
     ):
-        values.update(said)
-        origins.update(dict.fromkeys(said, Origin(layer, where)))
+        values.update(layer_values)
+        origins.update(dict.fromkeys(layer_values, Origin(layer, where)))
     return Layered(build(values, origins), origins)
 
 
 def build(values: FlatValues, origins: Mapping[str, Origin]) -> Preferences:
+    """Return the preferences with these values. ConfigurationError names every impossible value and
+    its origin."""
     try:
         return Preferences.model_validate(unflatten(values))
     except ValidationError as error:
         # One sentence for each value: of a value's two errors one has to be corrected first.
-        found = {_name_of(one): one for one in reversed(error.errors(include_url=False))}
-        sentences = [_sentence(name, one, origins) for name, one in reversed(found.items())]
+        by_name = {_name_of(detail): detail for detail in reversed(error.errors(include_url=False))}
+        sentences = [_sentence(name, detail, origins) for name, detail in reversed(by_name.items())]
         raise ConfigurationError("; ".join(sentences)) from None
 
 
@@ -112,6 +119,7 @@ def build(values: FlatValues, origins: Mapping[str, Origin]) -> Preferences:
 
 
 def read_file(path: Path) -> FlatValues:
+    """Return the values in the file; none if it does not exist."""
     try:
         with path.open("rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)

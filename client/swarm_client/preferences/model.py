@@ -68,7 +68,7 @@ class Section(FrozenModel):
 
 
 class GpuPreferences(Section):
-    """Of one GPU, or of all without values of their own."""
+    """The preferences of one GPU, or of all GPUs without values of their own."""
 
     use: bool = _preference(GPU, True, "Whether this GPU may compute at all.")
     vram_gib: Gib = _preference(GPU, 0.0, "Maximum GiB of its memory to use; 0: no limit.")
@@ -217,11 +217,11 @@ class Preferences(Section):
     def for_gpu(self, index: int) -> GpuPreferences:
         """The values set for this GPU, else for all, else the defaults; each value by itself."""
         common = self.gpu.get("all", GpuPreferences())
-        own = self.gpu.get(str(index))
-        if own is None:
+        gpu = self.gpu.get(str(index))
+        if gpu is None:
             return common
-        said: Mapping[str, Any] = {name: getattr(own, name) for name in own.model_fields_set}
-        return common.model_copy(update=dict(said))
+        values: Mapping[str, Any] = {name: getattr(gpu, name) for name in gpu.model_fields_set}
+        return common.model_copy(update=dict(values))
 
     @property
     def limits_transport(self) -> bool:

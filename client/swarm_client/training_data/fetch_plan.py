@@ -24,7 +24,7 @@ from swarm_shared.data.sample_ranges import LeafId
 
 
 class Need(IntEnum):
-    """How urgent a leaf is; a lower value comes first."""
+    """The urgency of a leaf; a lower value comes first."""
 
     WAITED_FOR = 0
     AHEAD = 1
@@ -54,12 +54,13 @@ class LeafQueue:
 
     def take(self, limit: int) -> list[LeafId]:
         """Return the most urgent leaves; each ends with `arrived` or `put_back`."""
-        found = list(islice(chain.from_iterable(self._queued.values()), limit))
-        self.withdraw(found)
-        self._taken.update(found)
-        return found
+        leaves = list(islice(chain.from_iterable(self._queued.values()), limit))
+        self.withdraw(leaves)
+        self._taken.update(leaves)
+        return leaves
 
     def arrived(self, leaf: LeafId) -> None:
+        """Forget a leaf, which has arrived."""
         self._taken.discard(leaf)
         self.withdraw([leaf])
 
@@ -96,12 +97,12 @@ class Lookahead:
     def __init__(self, last_step: Step) -> None:
         self._last_step = last_step
         self._leased: dict[Sample, None] = {}
-        """Not begun, in the order of arrival."""
+        """The leased microbatches that have not begun, in the order of arrival."""
         self._newest: set[MicrobatchIndex] = set()
         self._before: set[MicrobatchIndex] = set()
         self._newest_step = Step(0)
         self._oldest_step = Step(0)
-        """Of the steps before it nothing is expected: their leases are void."""
+        """The oldest step of which something is expected: leases of earlier ones are void."""
 
     def expect(self, step: Step, indices: Sequence[MicrobatchIndex], *, heldout: bool) -> None:
         """Record a lease."""
@@ -116,12 +117,13 @@ class Lookahead:
         self._newest.update(indices)
 
     def begun(self, sample: Sample) -> None:
+        """Forget a microbatch, which has begun: its data is fetched with urgency."""
         self._leased.pop(sample, None)
 
     def over(self, oldest: Step) -> None:
         """Forget the microbatches of steps before `oldest`."""
         self._oldest_step = oldest
-        self._leased = {one: None for one in self._leased if one.step >= oldest}
+        self._leased = {sample: None for sample in self._leased if sample.step >= oldest}
 
     def clear(self) -> None:
         """Forget everything that is leased or foreseen: the leases went back."""
@@ -130,7 +132,9 @@ class Lookahead:
 
     def ahead(self, limit: int) -> list[Sample]:
         """Return the microbatches to fetch for, the most urgent first."""
-        leased = sorted(self._leased, key=lambda one: one.step)  # stable, as the lease queue is
+        leased = sorted(
+            self._leased, key=lambda sample: sample.step
+        )  # stable, as the lease queue is
         return [*leased, *self._forecast()][:limit]
 
     def _forecast(self) -> list[Sample]:

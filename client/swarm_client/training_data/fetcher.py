@@ -50,14 +50,15 @@ FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 15.0
 
 @dataclass(eq=False, slots=True)
 class _Waiting:
-    """One request of a microbatch: what it has, and what it waits for."""
+    """One request of a microbatch: the leaves that it has, and those that it waits for."""
 
-    found: dict[LeafId, bytes]
+    contents: dict[LeafId, bytes]
     missing: set[LeafId]
     done: trio.Event = field(default_factory=trio.Event)
 
     def arrived(self, leaf: LeafId, content: bytes) -> None:
-        self.found[leaf] = content
+        """Take a leaf; `done` is set with the last one."""
+        self.contents[leaf] = content
         self.missing.discard(leaf)
         if not self.missing:
             self.done.set()
@@ -81,7 +82,7 @@ class LeafFetcher:
     _work: trio.Event = field(default_factory=trio.Event, init=False)
     _failure: str = field(default="no answer so far", init=False)
     _meter: DownloadMeter | None = field(default=None, init=False)
-    """Since something was waited for; None while nothing is."""
+    """The progress since something began to be waited for; None while nothing is."""
     _metered_bytes: int = field(default=0, init=False)
 
     def _hello(self) -> TransferHello:
@@ -94,13 +95,13 @@ class LeafFetcher:
         """Return these leaves, verified, from the disk or fetched. NetworkError when they cannot be
         had in PATIENCE_SECONDS."""
         wanted = list(dict.fromkeys(leaves))
-        found = await in_thread(self.cache.read, wanted)
-        if written := [one for one in wanted if one not in found and self.cache.holds(one)]:
-            found |= await in_thread(self.cache.read, written)  # meanwhile
-        missing = {leaf for leaf in wanted if leaf not in found}
+        contents = await in_thread(self.cache.read, wanted)
+        if written := [leaf for leaf in wanted if leaf not in contents and self.cache.holds(leaf)]:
+            contents |= await in_thread(self.cache.read, written)  # meanwhile
+        missing = {leaf for leaf in wanted if leaf not in contents}
         if not missing:
-            return found
-        waiting = _Waiting(found, missing)
+            return contents
+        waiting = _Waiting(contents, missing)
         for leaf in missing:
             self._waiting.setdefault(leaf, []).append(waiting)
         self._want((leaf for leaf in wanted if leaf in missing), Need.WAITED_FOR)
@@ -115,7 +116,7 @@ class LeafFetcher:
             ) from None
         finally:
             self._give_up(waiting)
-        return found
+        return contents
 
     def ahead(self, leaves: Iterable[LeafId]) -> None:
         """Fetch these leaves to the disk when nothing more urgent is wanted."""
@@ -134,9 +135,9 @@ class LeafFetcher:
 
     def _give_up(self, waiting: _Waiting) -> None:
         for leaf in waiting.missing:
-            others = self._waiting[leaf]
-            others.remove(waiting)
-            if not others:
+            requests = self._waiting[leaf]
+            requests.remove(waiting)
+            if not requests:
                 del self._waiting[leaf]
                 self._queue.withdraw([leaf])
         self._measure(0)
@@ -158,8 +159,8 @@ class LeafFetcher:
         self._metered_bytes += received_bytes
         missing_bytes = self._queue.outstanding * LEAF_BYTES
         self._meter.record(self._metered_bytes, self._metered_bytes + missing_bytes)
-        if (due := self._meter.due_line()) is not None:
-            self.report(due)
+        if (line := self._meter.due_line()) is not None:
+            self.report(line)
 
     async def _open(self) -> None:
         try:
@@ -181,7 +182,7 @@ class LeafFetcher:
         stream: LeafStream | None = None
         pause = Backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
         while True:
-            leaves = self._taken()
+            leaves = self._take_leaves()
             if not leaves:
                 stream = await self._idle(stream)
                 continue
@@ -201,13 +202,13 @@ class LeafFetcher:
                 stream = None
                 await trio.sleep(pause.next())
 
-    def _taken(self) -> list[LeafId]:
-        """The next leaves, without those that were to be fetched ahead and are there already."""
+    def _take_leaves(self) -> list[LeafId]:
+        """Return the next leaves, without those to be fetched ahead that have arrived meanwhile."""
         leaves = self._queue.take(MAX_LEAVES_ASKED)
-        there = {leaf for leaf in leaves if leaf not in self._waiting and self.cache.holds(leaf)}
-        for leaf in there:
+        present = {leaf for leaf in leaves if leaf not in self._waiting and self.cache.holds(leaf)}
+        for leaf in present:
             self._queue.arrived(leaf)
-        return [leaf for leaf in leaves if leaf not in there]
+        return [leaf for leaf in leaves if leaf not in present]
 
     async def _idle(self, stream: LeafStream | None) -> LeafStream | None:
         """Wait for work; return the stream if it is still open then."""
@@ -230,39 +231,51 @@ class LeafFetcher:
         if mirror is None:
             await self._deliver(await stream.ask(leaves, content=True))
             return
-        proofs = {one.leaf: one.proof for one in await stream.ask(leaves, content=False)}
+        proofs = {
+            fetched.leaf: fetched.proof for fetched in await stream.ask(leaves, content=False)
+        }
         contents = await self.mirrors.read(mirror, leaves)
-        right = [FetchedLeaf(leaf, proofs[leaf], contents[leaf]) for leaf in contents]
-        for one in right:
+        from_mirror = [FetchedLeaf(leaf, proofs[leaf], contents[leaf]) for leaf in contents]
+        for fetched in from_mirror:
             try:
-                check_leaf(self.membership.now.manifest, one.leaf, one.content, one.proof)
+                check_leaf(
+                    self.membership.now.manifest, fetched.leaf, fetched.content, fetched.proof
+                )
             except ProtocolError as error:
                 self.mirrors.ban(mirror, str(error))
         if mirror.banned:
             # Which of both is wrong, proof or bytes, is seen when the coordinator sends both.
-            right = []
-        await self._deliver(right)
-        given = {one.leaf for one in right}
-        rest = [leaf for leaf in leaves if leaf not in given]
-        if rest:
-            await self._deliver(await stream.ask(rest, content=True))
+            from_mirror = []
+        await self._deliver(from_mirror)
+        delivered = {fetched.leaf for fetched in from_mirror}
+        missing = [leaf for leaf in leaves if leaf not in delivered]
+        if missing:
+            await self._deliver(await stream.ask(missing, content=True))
 
     async def _deliver(self, fetched: Sequence[FetchedLeaf]) -> None:
         """Check leaves, and give them to the disk and then to what waits for them: a request in
         between finds them on their way."""
-        for one in fetched:
-            check_leaf(self.membership.now.manifest, one.leaf, one.content, one.proof)
+        for fetched_leaf in fetched:
+            check_leaf(
+                self.membership.now.manifest,
+                fetched_leaf.leaf,
+                fetched_leaf.content,
+                fetched_leaf.proof,
+            )
         try:
             self._make_room()
-            await in_thread(self.cache.write, [(one.leaf, one.content) for one in fetched])
+            await in_thread(
+                self.cache.write,
+                [(fetched_leaf.leaf, fetched_leaf.content) for fetched_leaf in fetched],
+            )
         except StorageError as error:
             log.warning("training data is not kept: %s", error)
             self.cache.stop_growing()
-        for one in fetched:
-            self._queue.arrived(one.leaf)
-            for waiting in self._waiting.pop(one.leaf, ()):
-                waiting.arrived(one.leaf, one.content)
-        self._measure(sum(len(one.content) for one in fetched))
+        for fetched_leaf in fetched:
+            self._queue.arrived(fetched_leaf.leaf)
+            for waiting in self._waiting.pop(fetched_leaf.leaf, ()):
+                waiting.arrived(fetched_leaf.leaf, fetched_leaf.content)
+        self._measure(sum(len(fetched_leaf.content) for fetched_leaf in fetched))
 
     def _make_room(self) -> None:
         more_bytes = self.cache.growth_bytes()

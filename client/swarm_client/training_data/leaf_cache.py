@@ -155,7 +155,7 @@ class LeafCache:
 
     def read(self, leaves: Sequence[LeafId]) -> dict[LeafId, bytes]:
         """Return those of the leaves that are there, whole."""
-        found: dict[LeafId, bytes] = {}
+        contents: dict[LeafId, bytes] = {}
         with self._lock:
             for leaf in leaves:
                 slot = self._slots.needed(leaf)
@@ -165,8 +165,8 @@ class LeafCache:
                 if content is None:
                     self._slots.drop(leaf)
                 else:
-                    found[leaf] = content
-        return found
+                    contents[leaf] = content
+        return contents
 
     def _read_slot(self, slot: int) -> bytes | None:
         assert self._files is not None

@@ -42,20 +42,23 @@ class WebRange:
 
 def joined_ranges(manifest: Manifest, leaves: Sequence[LeafId]) -> list[WebRange]:
     """Return the requests for these leaves, neighbours together. Pure."""
-    found: list[WebRange] = []
-    for one in sorted(leaves):
-        size = leaf_shape(manifest, one).size_bytes
-        last = found[-1] if found else None
-        if last is not None and (last.shard, last.first_leaf + len(last.sizes)) == one:
-            found[-1] = WebRange(last.shard, last.first_leaf, (*last.sizes, size))
+    ranges: list[WebRange] = []
+    for leaf in sorted(leaves):
+        size = leaf_shape(manifest, leaf).size_bytes
+        previous = ranges[-1] if ranges else None
+        if (
+            previous is not None
+            and (previous.shard, previous.first_leaf + len(previous.sizes)) == leaf
+        ):
+            ranges[-1] = WebRange(previous.shard, previous.first_leaf, (*previous.sizes, size))
         else:
-            found.append(WebRange(one.shard, one.leaf, (size,)))
-    return found
+            ranges.append(WebRange(leaf.shard, leaf.leaf, (size,)))
+    return ranges
 
 
 @dataclass(slots=True)
 class Mirror:
-    """One web folder, and what was experienced with it."""
+    """One web folder, its failures so far, and the requests to it."""
 
     url: str
     rests: Backoff = field(
@@ -77,46 +80,49 @@ class Mirrors:
         self._mirrors = [Mirror(url.rstrip("/")) for url in manifest.data.mirrors]
 
     def pick(self, now: float) -> Mirror | None:
-        usable = (one for one in self._mirrors if not one.banned and one.rests_until <= now)
+        """Return the mirror to ask at the time `now`; None if all are banned or rest."""
+        usable = (
+            mirror for mirror in self._mirrors if not mirror.banned and mirror.rests_until <= now
+        )
         return next(usable, None)
 
     def ban(self, mirror: Mirror, reason: str) -> None:
-        """Never ask it again in this run."""
+        """Never ask this mirror again in this run."""
         if not mirror.banned:
             log.warning("%s is not used any more: %s", mirror.url, reason)
         mirror.banned = True
 
     async def read(self, mirror: Mirror, leaves: Sequence[LeafId]) -> dict[LeafId, bytes]:
         """Return the leaves that the mirror gave; nothing is checked yet."""
-        found: dict[LeafId, bytes] = {}
+        contents: dict[LeafId, bytes] = {}
         problems: list[str] = []
 
-        async def read_one(wanted: WebRange) -> None:
-            name = self._manifest.data.shards[wanted.shard].name
+        async def read_one(web_range: WebRange) -> None:
+            name = self._manifest.data.shards[web_range.shard].name
             try:
                 content = await anyio.to_thread.run_sync(
                     self._web.read_range, f"{mirror.url}/{name}",
-                    wanted.first_leaf * LEAF_BYTES, sum(wanted.sizes),
+                    web_range.first_leaf * LEAF_BYTES, sum(web_range.sizes),
                     limiter=mirror.slots, abandon_on_cancel=True,
                 )  # fmt: skip
             except (OSError, ValueError) as error:
                 problems.append(str(error))
                 return
             start = 0
-            for place, size in enumerate(wanted.sizes):
-                found[LeafId(wanted.shard, wanted.first_leaf + place)] = content[
+            for place, size in enumerate(web_range.sizes):
+                contents[LeafId(web_range.shard, web_range.first_leaf + place)] = content[
                     start : start + size
                 ]
                 start += size
 
         with trio.move_on_after(BATCH_SECONDS) as scope:
             async with trio.open_nursery() as nursery:
-                for wanted in joined_ranges(self._manifest, leaves):
-                    nursery.start_soon(read_one, wanted)
+                for web_range in joined_ranges(self._manifest, leaves):
+                    nursery.start_soon(read_one, web_range)
         if scope.cancelled_caught:
             problems.append("it is too slow")
         self._experienced(mirror, problems)
-        return found
+        return contents
 
     def _experienced(self, mirror: Mirror, problems: list[str]) -> None:
         if not problems:

@@ -42,6 +42,8 @@ class RunSamples:
         )
 
     async def drawn(self, step: Step, microbatch: MicrobatchIndex) -> tuple[np.ndarray, np.ndarray]:
+        """Return the token ids and targets of a leased microbatch, and fetch ahead for the next
+        ones."""
         sample = self._sample(step, microbatch)
         self._lookahead.begun(sample)
         self._fetch_ahead()
@@ -50,8 +52,8 @@ class RunSamples:
     async def audited(
         self, step: Step, microbatch: MicrobatchIndex
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The same of a microbatch that another peer was leased; nothing is fetched ahead for
-        it."""
+        """Return the token ids and targets of a microbatch that another peer was leased; nothing is
+        fetched ahead for it."""
         return await self._arrays(self._ranges_of(self._sample(step, microbatch)))
 
     def _sample(self, step: Step, microbatch: MicrobatchIndex) -> Sample:
@@ -67,14 +69,14 @@ class RunSamples:
         for first in range(0, len(ranges), GROUP_SEQUENCES):
             group = ranges[first : first + GROUP_SEQUENCES]
             contents = await self._fetcher.contents(leaves_of(group))
-            sequences += [one.cut(contents) for one in group]
+            sequences += [sample_range.cut(contents) for sample_range in group]
         return self._ranges.arrays(sequences)
 
     # ---- ahead of need
 
     def expect(self, lease: Lease) -> None:
         """Fetch ahead for the microbatches of a lease that was accepted."""
-        indices = [one.microbatch for one in lease.microbatches]
+        indices = [leased.microbatch for leased in lease.microbatches]
         # A step is evaluated when all are trained: a lease is of one kind.
         heldout = any(index in self._heldout for index in indices)
         self._lookahead.expect(lease.step, indices, heldout=heldout)
@@ -93,13 +95,13 @@ class RunSamples:
 
     def _fetch_ahead(self) -> None:
         leaves = min(AHEAD_LEAVES, self._fetcher.cache.capacity // 2)
-        wanted = self._lookahead.ahead(min(self._most_ahead, leaves // self._leaves_each))
-        for sample in wanted:
+        samples = self._lookahead.ahead(min(self._most_ahead, leaves // self._leaves_each))
+        for sample in samples:
             if sample not in self._ahead:
                 self._fetcher.ahead(leaves_of(self._ranges_of(sample)))
-        self._ahead = set(wanted)
+        self._ahead = set(samples)
 
 
 def leaves_of(ranges: Sequence[SampleRange]) -> list[LeafId]:
     """Return the leaves of some sequences, each once, in order."""
-    return list(dict.fromkeys(leaf for one in ranges for leaf in one.leaves))
+    return list(dict.fromkeys(leaf for sample_range in ranges for leaf in sample_range.leaves))

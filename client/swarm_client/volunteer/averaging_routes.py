@@ -64,17 +64,22 @@ class AveragingRoutes:
         self._tied_stages = frozenset((first, last) if manifest.model.trains_tied_table else ())
 
     def may_average(self, peer: PeerId) -> bool:
-        """Whether the coordinator can name both peers in one group: of one stage, or of two tied
-        ones."""
-        own, other = self._roster.get(self._node.peer_id), self._roster.get(peer)
-        if own is None or other is None:
+        """Whether the coordinator can name both peers in one group: they hold the same stage, or
+        two tied ones."""
+        own_record, other_record = self._roster.get(self._node.peer_id), self._roster.get(peer)
+        if own_record is None or other_record is None:
             return False
-        return own.stage == other.stage or {own.stage, other.stage} <= self._tied_stages
+        return (
+            own_record.stage == other_record.stage
+            or {own_record.stage, other_record.stage} <= self._tied_stages
+        )
 
     def admitted_p2pds(self) -> tuple[str, ...]:
         """p2pd peer IDs of all members that this peer may average with."""
-        others = [record.peer for record in self._roster.all() if record.peer != self._node.peer_id]
-        return tuple(sorted(self.p2pds([peer for peer in others if self.may_average(peer)])))
+        other_peers = [
+            record.peer for record in self._roster.all() if record.peer != self._node.peer_id
+        ]
+        return tuple(sorted(self.p2pds([peer for peer in other_peers if self.may_average(peer)])))
 
     def p2pds(self, peers: Sequence[PeerId]) -> tuple[str, ...]:
         """p2pd peer IDs of those `peers` that have a p2pd and a valid binding for it."""
@@ -86,21 +91,22 @@ class AveragingRoutes:
         if record.carrier is None:
             return ""
         key, now = (record.peer, record.carrier.binding), self._clock()
-        known = self._bindings.get(key)
-        if known is None or known[1] < now:
+        verified = self._bindings.get(key)
+        if verified is None or verified[1] < now:
             try:
-                what = f"the carrier binding of {record.peer}"
-                envelope = decode_envelope(record.carrier.binding, what)
+                description = f"the carrier binding of {record.peer}"
+                envelope = decode_envelope(record.carrier.binding, description)
                 bound = open_carrier_binding(envelope, record.peer, now)
             except (FrameError, SignatureError) as error:
                 log.warning("%s; its p2pd is not used", error)
                 return ""
             if len(self._bindings) >= _MAX_BINDINGS:
                 self._bindings.clear()
-            known = self._bindings[key] = (bound.carrier_peer_id, bound.expires)
-        return known[0] if known[0] == record.carrier.peer else ""
+            verified = self._bindings[key] = (bound.carrier_peer_id, bound.expires)
+        return verified[0] if verified[0] == record.carrier.peer else ""
 
     def host_addresses(self, peer: PeerId) -> tuple[str, ...]:
+        """Return the addresses of a peer's libp2p host, from the roster."""
         record = self._roster.get(peer)
         return record.addresses if record is not None else ()
 
@@ -154,9 +160,11 @@ class AveragingRoutes:
         )
 
     def worked(self, peer: PeerId, route: Route) -> None:
+        """Forget the failures of a route to a peer."""
         self._memory.worked(peer, route)
 
     def failed(self, peer: PeerId, route: Route) -> None:
+        """Back off from a route to a peer, as long as its p2pd keeps its addresses."""
         record = self._roster.get(peer)
         carrier = record.carrier if record is not None else None
         self._memory.failed(peer, route, carrier.addresses if carrier is not None else ())

@@ -39,13 +39,13 @@ class BaseFiles:
         return self.folder / f"{_PREFIX}{stage}{_SUFFIX}"
 
     async def has(self, stage: StageIndex, state: InitialState) -> bool:
-        """Whether the stage's file is there, undamaged."""
+        """Whether the stage's file exists and is undamaged."""
         return await trio.to_thread.run_sync(_has_hash, self.path(stage), state)
 
     def make_room(self) -> None:
         """Remove the files that were fetched first, so that one more may be fetched."""
-        found = self.folder.glob(f"{_PREFIX}*{_SUFFIX}")
-        files = sorted(found, key=lambda path: path.stat().st_mtime)
+        paths = self.folder.glob(f"{_PREFIX}*{_SUFFIX}")
+        files = sorted(paths, key=lambda path: path.stat().st_mtime)
         for path in files[: max(0, len(files) + 1 - KEPT_BASES)]:
             path.unlink(missing_ok=True)
 

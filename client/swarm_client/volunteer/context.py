@@ -31,8 +31,10 @@ SELF_TEST_SECONDS: Final = 60.0
 
 @dataclass(slots=True)
 class VolunteerOptions:
+    """What a user has chosen for one device; the governor changes the device's offer."""
+
     device: Device
-    """Its offered memory follows the preferences."""
+    """The device; its offered memory follows the preferences."""
     threads: int
     wanted_stage: StageIndex | None
     name: str | None
@@ -44,7 +46,7 @@ class VolunteerOptions:
     """The machine's signed owner binding for this device, in base64; None for the machine
     itself."""
     private_web_downloads: bool = False
-    """Whether mirrors may be asked over http and at private addresses."""
+    """Whether mirrors with http or private addresses may be asked."""
     shortage: MemoryShortage = field(default_factory=MemoryShortage)
 
     def offer(self, now: float) -> MemoryOffer:
@@ -54,7 +56,7 @@ class VolunteerOptions:
 
 @dataclass(frozen=True, slots=True)
 class VolunteerContext:
-    """One device in one run."""
+    """What a volunteer of one device in one run is made from."""
 
     identity: Identity
     invite: Invite

@@ -18,7 +18,7 @@ from swarm_shared.base.types import PeerId
 
 
 class DeviceGroup:
-    """At least one volunteer."""
+    """The volunteers of one machine in one run; there is at least one."""
 
     def __init__(self, volunteers: Sequence[Volunteer]) -> None:
         assert volunteers, "a machine has at least one device"
@@ -31,60 +31,63 @@ class DeviceGroup:
     @property
     def active(self) -> Iterator[Volunteer]:
         """Volunteers that still participate."""
-        return (one for one in self.volunteers if one.node.peer_id not in self.ended)
+        return (v for v in self.volunteers if v.node.peer_id not in self.ended)
 
     @property
     def reporting_device(self) -> Volunteer:
         """The volunteer whose view of the run is reported: one with a session, if there is one."""
-        those = tuple(self.active) or self.volunteers
-        return next((one for one in those if one.attachment.attached), those[0])
+        candidates = tuple(self.active) or self.volunteers
+        return next((v for v in candidates if v.attachment.attached), candidates[0])
 
     @property
     def finished(self) -> bool:
         """Whether the coordinator has ended at least one device's session because the run is
         finished."""
-        return any(
-            one.attachment.finished and not one.attachment.leaving for one in self.volunteers
-        )
+        return any(v.attachment.finished and not v.attachment.leaving for v in self.volunteers)
 
     @property
     def attached(self) -> bool:
-        return any(one.attachment.attached for one in self.active)
+        """Whether a device has a session with the coordinator."""
+        return any(v.attachment.attached for v in self.active)
 
     @property
     def suspended(self) -> Suspension | None:
         """The user's pause if there is one; otherwise a suspension that all active devices
         share."""
-        found = [one.suspended for one in self.active]
-        known = [suspension for suspension in found if suspension is not None]
-        own = [one for one in known if one.reason is SuspendReason.PAUSED_BY_USER]
-        if own:
-            return own[0]
-        return known[0] if known and len(known) == len(found) else None
+        per_device = [volunteer.suspended for volunteer in self.active]
+        suspensions = [suspension for suspension in per_device if suspension is not None]
+        for suspension in suspensions:
+            if suspension.reason is SuspendReason.PAUSED_BY_USER:
+                return suspension
+        return suspensions[0] if suspensions and len(suspensions) == len(per_device) else None
 
     def pause(self, until: float | None) -> None:
         """Begin the user's pause; `until` in Unix seconds, None for one that `resume` ends."""
-        for one in self.active:
-            one.suspend(SuspendReason.PAUSED_BY_USER, until)
+        for volunteer in self.active:
+            volunteer.suspend(SuspendReason.PAUSED_BY_USER, until)
 
     def resume(self) -> None:
         """End the user's pause. Devices suspended for another reason stay suspended."""
-        for one in self.active:
-            if one.suspended is not None and one.suspended.reason is SuspendReason.PAUSED_BY_USER:
-                one.resume()
+        for volunteer in self.active:
+            if (
+                volunteer.suspended is not None
+                and volunteer.suspended.reason is SuspendReason.PAUSED_BY_USER
+            ):
+                volunteer.resume()
 
     async def fall_asleep(self, seconds: float) -> None:
         """Have every device say goodbye to the coordinator, within `seconds` and the time that
         closing its session takes."""
         async with trio.open_nursery() as nursery:
-            for one in self.active:
-                nursery.start_soon(one.fall_asleep, seconds)
+            for volunteer in self.active:
+                nursery.start_soon(volunteer.fall_asleep, seconds)
 
     def wake(self) -> None:
         """Attach again after a sleep; a pause that the user has ordered goes on."""
-        for one in self.active:
-            one.wake()
+        for volunteer in self.active:
+            volunteer.wake()
 
     def leave(self) -> None:
-        for one in self.active:
-            one.leave()
+        """Have every device finish what is in flight, then leave the run."""
+        for volunteer in self.active:
+            volunteer.leave()

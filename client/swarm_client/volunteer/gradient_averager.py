@@ -75,9 +75,9 @@ class GroupAverager:
         self._attempt: tuple[Step, int] | None = None
         """The attempt of which received pieces may be kept, here or in the worker."""
         self._received: dict[str, ReceivedPieces] = {}
-        """Those of rounds that ran in the daemon, by the round's name."""
+        """The pieces of rounds that ran in the daemon, by the name of the round."""
         self._certificate: str | None = None
-        """None before admission."""
+        """This peer's certificate; None before admission."""
         self._wake = trio.Event()
         worker.set_stream_opener(lambda peer, relayed: host.open(peer, relayed=relayed))
         worker.on_change(lambda: self._wake.set())
@@ -107,14 +107,14 @@ class GroupAverager:
     async def _update_worker(self) -> None:
         self._host.hub.notify()
         self.averaging_worker.admit(self._routes.admitted_p2pds())
-        own = self.carrier_address()
-        if self._certificate is not None and own is not None:
+        own_address = self.carrier_address()
+        if self._certificate is not None and own_address is not None:
             self.averaging_worker.set_membership(
                 SetMembership(
                     run=self._run,
                     organiser=self._organiser,
                     certificate=self._certificate.encode(),
-                    binding=own.binding.encode(),
+                    binding=own_address.binding.encode(),
                     revoked=tuple(self._roster.revoked),
                     unix_seconds=self._clock(),
                 )
@@ -165,13 +165,13 @@ class GroupAverager:
     def _spec(
         self, stage_worker: StageWorker, step: Step, attempt: int, reduction: Reduction
     ) -> RoundSpec:
-        own, configured = reduction.part == "own", stage_worker.configured
-        where = "tied" if not own else str(stage_worker.stage)
+        is_own_part, configured = reduction.part == "own", stage_worker.configured
+        part_name = "tied" if not is_own_part else str(stage_worker.stage)
         return RoundSpec(
-            f"{self._run[:16]}/{step}/{attempt}/{where}",
+            f"{self._run[:16]}/{step}/{attempt}/{part_name}",
             reduction.members,
             self._identity.peer_id,
-            configured.own_elements if own else configured.tied_elements,
+            configured.own_elements if is_own_part else configured.tied_elements,
             tuple(map(float, reduction.weights)) or None,
             codec=self.codec,
         )
@@ -185,19 +185,24 @@ class GroupAverager:
         stops = tuple(part.stop for part in partition(spec))
         if not check.details:
             stops = stops[-1:]
-        found = await stage_worker.digest_sums(check.step, reduction.part, check.seed, stops)
+        digests = await stage_worker.digest_sums(check.step, reduction.part, check.seed, stops)
         part, result = (
-            to_text(digest_sum(map(from_text, each))) for each in (found.parts, found.results)
+            to_text(digest_sum(map(from_text, per_slice)))
+            for per_slice in (digests.parts, digests.results)
         )
         if not check.details:
             return SumDigests(part=part, result=result)
         received: LinearDigests = ()
         if partition(spec)[spec.my_index].pieces:
-            others = await self._digest_received(spec, check.seed, reduction.part)
+            from_others = await self._digest_received(spec, check.seed, reduction.part)
             me = spec.my_index
-            received = (*others[:me], found.parts[me], *others[me:])
+            received = (*from_others[:me], digests.parts[me], *from_others[me:])
         return SumDigests(
-            part=part, result=result, parts=found.parts, results=found.results, received=received
+            part=part,
+            result=result,
+            parts=digests.parts,
+            results=digests.results,
+            received=received,
         )
 
     async def _digest_received(

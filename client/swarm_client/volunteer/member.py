@@ -106,6 +106,7 @@ class Member:
 
     @property
     def membership(self) -> Membership:
+        """The membership of the latest admission."""
         return self._current.now
 
     # ---- sessions
@@ -125,11 +126,11 @@ class Member:
     @property
     def downloads(self) -> tuple[DownloadProgress, ...]:
         """Downloads in progress: the state of a stage, training data that is waited for."""
-        found = (self.stages.loader.download, self._fetcher.download)
-        return tuple(one for one in found if one is not None)
+        downloads = (self.stages.loader.download, self._fetcher.download)
+        return tuple(progress for progress in downloads if progress is not None)
 
     def use_mirrors(self, *, allowed: bool) -> None:
-        """Whether training data may come from web folders, whose bytes are not counted."""
+        """Allow or forbid training data from web folders, whose bytes are not counted."""
         self._fetcher.use_mirrors = allowed
 
     async def join_run(self, welcome: Welcome) -> None:
@@ -151,6 +152,7 @@ class Member:
         self._attachment.send(StageRequest(stage=stage, up_bytes_per_second=up))
 
     def session_lost(self) -> None:
+        """End what belongs to the session, which is lost."""
         self.stages.session_lost()
         self.pipeline.masks.session_lost()
 

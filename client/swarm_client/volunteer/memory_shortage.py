@@ -27,7 +27,7 @@ class MemoryShortage:
     """The latest shortage of one device. Times are those of one monotonic clock, in seconds."""
 
     _stage: StageMemory | None = None
-    """Of the stage that did not fit."""
+    """The memory that the stage which did not fit takes."""
     _until: float = -math.inf
     _begun: trio.Event = field(default_factory=trio.Event)
     _backoff: Backoff = field(
@@ -35,14 +35,14 @@ class MemoryShortage:
     )
 
     def began(self, stage: StageMemory, now: float) -> None:
-        """The device had too little memory for a stage that takes this much."""
+        """Begin a shortage, in which the device offers less than a stage of this size takes."""
         if now - self._until > MAX_SHORTAGE_SECONDS:
             self._backoff.reset()
         self._stage, self._until = stage, now + self._backoff.next()
         self.offer_fell()
 
     def offer_fell(self) -> None:
-        """What is offered is less than the held stage takes."""
+        """Report that less is offered than the held stage takes."""
         self._begun.set()
         self._begun = trio.Event()
 

@@ -36,6 +36,7 @@ class Pause:
         """Set when a pause ends, or when the volunteer leaves during one."""
 
     def suspend(self, reason: SuspendReason, until: float | None) -> None:
+        """Begin a pause, or give the one in force this reason and end. `until` in Unix seconds."""
         began = self.suspension is None
         self.suspension = Suspension(reason, until)
         if began:
@@ -45,6 +46,7 @@ class Pause:
                 self._nursery.start_soon(self._escalate, self.over)
 
     def resume(self) -> None:
+        """End the pause, if there is one."""
         if self.suspension is not None:
             self.suspension = None
             self.over.set()

@@ -45,27 +45,28 @@ class PeerDirectory:
         """Use these p2pd addresses (…/p2p/ID) to enter the DHT at the next publication."""
         interfaces = Interfaces.of_this_machine()
         plain = filter(is_tcp, addresses)
-        if found := tuple(direct_addresses(plain, interfaces)):
-            self._bootstrap_addresses = found
+        if direct := tuple(direct_addresses(plain, interfaces)):
+            self._bootstrap_addresses = direct
 
     async def run(
         self,
         own_record: Callable[[], PeerRecord | None],
         coordinator_absent: Callable[[], bool],
-        found: Callable[[PeerRecord], None],
+        on_record: Callable[[PeerRecord], None],
     ) -> None:
-        """Publish this peer while it has a record; look other members up while the coordinator is
-        absent."""
+        """Publish this peer while it has a record. While the coordinator is absent, look other
+        members up and call `on_record` with each."""
         while True:
             record = own_record()
             if record is not None:
                 await self.publish(record)
                 if coordinator_absent():
-                    for other in await self.lookup():
-                        found(other)
+                    for member_record in await self.lookup():
+                        on_record(member_record)
             await trio.sleep(PUBLISH_INTERVAL_SECONDS)
 
     async def publish(self, record: PeerRecord) -> None:
+        """Sign and store a record in the directory; a failure is logged."""
         if not self.worker.available:
             return
         expires = self.clock() + RECORD_LIFETIME_SECONDS
@@ -83,12 +84,12 @@ class PeerDirectory:
         if not self.worker.available:
             return []
         try:
-            found = await self.worker.lookup(f"swarm/{self.run_id}")
+            by_subkey = await self.worker.lookup(f"swarm/{self.run_id}")
         except NetworkError as error:
             log.info("the directory lookup failed: %s", error)
             return []
         records: list[PeerRecord] = []
-        for value in found.values():
+        for value in by_subkey.values():
             try:
                 records.append(open_record(value, self.run_id, self.organiser, self.clock()))
             except (AdmissionError, FrameError, SignatureError) as error:

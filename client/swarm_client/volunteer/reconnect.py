@@ -59,12 +59,12 @@ def heartbeat_seconds(welcome: Welcome, limits: LimitsConfig) -> float:
 
 
 class Attachment:
-    """One per volunteer; `run` drives it."""
+    """The sessions of one volunteer, of which `run` opens one after another."""
 
     def __init__(self, node: Node, invite: Invite, report: Callable[[str], None]) -> None:
         self.session: CoordinatorSession | None = None
         self.problem: SwarmError | None = None
-        """Why there is no session; None once one has been opened."""
+        """The reason why there is no session; None once one has been opened."""
         self.finished = False
         self.leaving = False
         self._leaving_until_resumed = False
@@ -78,10 +78,11 @@ class Attachment:
         self._report = report
         self._scope: trio.CancelScope | None = None
         self._attempt: trio.CancelScope | None = None
-        """Around the opening of a session, too."""
+        """The scope around a session and the attempt to open it."""
         self._attach_now = trio.Event()
         self._awake = trio.Event()
-        """Not set between `fall_asleep` and `wake`: no session is opened."""
+        """Set unless the machine sleeps (`fall_asleep` to `wake`); no session is opened while it is
+        not."""
         self._awake.set()
         self._session_closed = trio.Event()
         """Set when the present session, or the attempt to open one, has ended on the wire."""
@@ -89,6 +90,7 @@ class Attachment:
 
     @property
     def attached(self) -> bool:
+        """Whether there is a session with the coordinator."""
         return self.session is not None
 
     def send(self, message: FrozenModel) -> bool:
@@ -187,8 +189,8 @@ class Attachment:
         return problem
 
     def _hello(self, volunteer: Volunteer) -> Hello:
-        own = {"instance": self._instance, "self_tested": self._self_tested}
-        return volunteer.hello().model_copy(update=own)
+        additions = {"instance": self._instance, "self_tested": self._self_tested}
+        return volunteer.hello().model_copy(update=additions)
 
     async def _sit_out(
         self, refusal: RefusedForNow, volunteer: Volunteer, least_seconds: float
@@ -271,8 +273,8 @@ class Attachment:
         return problem
 
     def _take_goodbye(self, message: Goodbye) -> None:
-        ended = "" if message.finished else "the coordinator ended the session: "
-        self._report(f"{ended}{message.reason}")
+        introduction = "" if message.finished else "the coordinator ended the session: "
+        self._report(f"{introduction}{message.reason}")
         self.finished = message.finished or self.leaving
 
     async def _report_receipts(self, volunteer: Volunteer, interval_seconds: float) -> None:

@@ -58,14 +58,14 @@ REFUSALS = {
 
 
 class CoordinatorSession:
-    """One session. Made by `attach`."""
+    """One session with the coordinator. Made by `attach`."""
 
     def __init__(self, stream: FramedStream, welcome: Welcome) -> None:
         self.welcome = welcome
         self._stream = stream
         self._put, self._outbox = trio.open_memory_channel[bytes](math.inf)
         self._waiting_bytes = 0
-        """Of the outbox."""
+        """Bytes in the outbox."""
 
     def send(self, message: FrozenModel) -> None:
         """Queue a message; never waits. A message lost with the session is covered by the next
@@ -87,6 +87,7 @@ class CoordinatorSession:
         raise LinkClosed("the coordinator takes too little of what this volunteer sends")
 
     async def receive(self) -> CoordinatorMessage:
+        """Return the next message. Raises the error of a refusal, and LinkClosed at the end."""
         frame = await self._stream.receive()
         message = parse(coordinator_messages, frame.header)
         if isinstance(message, Refused):
@@ -147,6 +148,7 @@ class RefusedForNow(ProtocolError):
 
 
 def refusal_error(message: Refused) -> Exception:
+    """Return the error that a refusal of the coordinator becomes here."""
     if message.code == "protocol" and message.retry_seconds is not None:
         return RefusedForNow(
             message.reason, message.retry_seconds, self_test=message.self_test
@@ -156,5 +158,5 @@ def refusal_error(message: Refused) -> Exception:
 
 def root_error(group: BaseExceptionGroup[SwarmError]) -> SwarmError:
     """The error that explains a group: a closed link is usually the consequence of another."""
-    found = [leaf for leaf in leaves(group) if isinstance(leaf, SwarmError)]
-    return next((error for error in found if not isinstance(error, LinkClosed)), found[0])
+    errors = [leaf for leaf in leaves(group) if isinstance(leaf, SwarmError)]
+    return next((error for error in errors if not isinstance(error, LinkClosed)), errors[0])

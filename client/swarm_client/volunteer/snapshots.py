@@ -53,6 +53,7 @@ class SnapshotStore:
             path.unlink(missing_ok=True)
 
     def find(self, item: str, _remote: PeerId) -> Path | None:
+        """Return the file of a snapshot by the name of its transfer; None if it is not served."""
         return self._served.get(item)
 
     async def save(self, holding: Holding, request: SaveSnapshot) -> SnapshotReady:
@@ -75,7 +76,7 @@ class SnapshotStore:
         )
 
     def fetched_path(self, assignment: AssignStage) -> Path:
-        """Where an assigned snapshot is downloaded to."""
+        """Return the path to which an assigned snapshot is downloaded."""
         return self._folder / f"fetched-{assignment.version:08d}-{assignment.stage}.safetensors"
 
 

@@ -151,7 +151,7 @@ class StageLoader:
         path = self.snapshots.fetched_path(assignment)
         await self._download(
             f"stage {assignment.stage}", "state",
-            [TransferSource(one.peer, one.addresses) for one in assignment.holders],
+            [TransferSource(holder.peer, holder.addresses) for holder in assignment.holders],
             assignment.item, assignment, path,
             lambda: inject_faults(FaultPoint.STATE_DOWNLOAD, assignment.version),
         )  # fmt: skip
@@ -169,8 +169,8 @@ class StageLoader:
         def progress(received_bytes: int, total_bytes: int) -> None:
             on_chunk()
             meter.record(received_bytes, total_bytes)
-            if (due := meter.due_line()) is not None:
-                context.report(due)
+            if (line := meter.due_line()) is not None:
+                context.report(line)
 
         try:
             await fetch(

@@ -38,13 +38,14 @@ MAX_DROPPED = 2 * MAX_MICROBATCHES
 """Most microbatches of all orders to take some out that wait for the worker."""
 
 DROP_COST = 8
-"""What each of these orders counts besides, as so many microbatches: it is a task."""
+"""What each of these orders counts beside its microbatches, in microbatches: it is a task of its
+own."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLimits:
-    """How much of its device a worker may use; `threads` is at most the number it was
-    started with."""
+    """The limits of what a worker may use of its device. `threads` counts only below the number
+    that the worker was started with."""
 
     duty_cycle: float = 1.0
     threads: int = 1024
@@ -61,7 +62,7 @@ class _RunningTenure:
     serving: trio.CancelScope = field(default_factory=trio.CancelScope)
     """Scope of the work under the latest assignment; the worker outlives it."""
     worker: StageWorker | None = None
-    """While its process lives."""
+    """The worker of the tenure, while its process lives."""
     loaded: tuple[LoadedStage, trio.Nursery] | None = None
     """The loaded stage and the nursery of what is done for it, while the worker lives."""
 
@@ -80,12 +81,12 @@ class StageManager:
     loader: StageLoader
     _rules: StageTenures = field(default_factory=StageTenures, init=False)
     _running: dict[TenureNumber, _RunningTenure] = field(default_factory=dict, init=False)
-    _held: StepCloser | None = field(default=None, init=False)
+    _step_closer: StepCloser | None = field(default=None, init=False)
     """The step closer of the stage that is served."""
     _tenure_ended: trio.Event = field(default_factory=trio.Event, init=False)
     _limits: WorkerLimits = field(default=WorkerLimits(), init=False)
     _dropping: int = field(default=0, init=False)
-    """What the orders to take microbatches out count that are being carried out."""
+    """The sum of what the orders in progress to take microbatches out count, in microbatches."""
 
     @property
     def loading_stage(self) -> StageIndex | None:
@@ -105,14 +106,15 @@ class StageManager:
         self._carry_out()
 
     def put_close_order(self, message: CloseOrder) -> None:
-        if self._held is not None:
-            self._held.put(message)
+        """Hand an order of the step close to the held stage; without one it is void."""
+        if self._step_closer is not None:
+            self._step_closer.put(message)
 
     def drop_microbatches(self, order: Drop) -> None:
         """Take microbatches out of the step's accumulator, and answer when it is done.
         ProtocolError when too many of these orders wait already."""
-        held = self._held
-        if held is None or held.holding.stage != order.stage:
+        step_closer = self._step_closer
+        if step_closer is None or step_closer.holding.stage != order.stage:
             self._dropped(order)
         elif self._dropping + _cost(order) > MAX_DROPPED:
             raise ProtocolError(
@@ -121,8 +123,8 @@ class StageManager:
             )
         else:
             self._dropping += _cost(order)
-            held.holding.account.removed(order.step, order.microbatches)
-            self.context.nursery.start_soon(self._take_out, held.holding, order)
+            step_closer.holding.account.removed(order.step, order.microbatches)
+            self.context.nursery.start_soon(self._take_out, step_closer.holding, order)
 
     async def _take_out(self, holding: Holding, order: Drop) -> None:
         account, worker = holding.account, holding.worker
@@ -153,8 +155,8 @@ class StageManager:
         )
 
     def session_lost(self) -> None:
-        if self._held is not None:
-            self._held.session_lost()
+        if self._step_closer is not None:
+            self._step_closer.session_lost()
         self._rules.session_lost()
         self._carry_out()
 
@@ -176,8 +178,8 @@ class StageManager:
         """Have all workers keep to what a stage may take now; hand a stage over that takes more."""
         for tenure in self._running.values():
             self._limit_soon(tenure)
-        if self._held is not None:
-            self._check_offer(self._held.holding)
+        if self._step_closer is not None:
+            self._check_offer(self._step_closer.holding)
 
     def _check_offer(self, holding: Holding) -> None:
         missing = self.loader.missing_memory(holding.stage, holding.worker)
@@ -228,11 +230,11 @@ class StageManager:
                     self._install(*loaded, switched=action.switched)
             case stage_tenure.PreparedReady():
                 loaded = self._loaded(action.tenure)
-                if self._held is not None and loaded is not None:
-                    self._held.stage_prepared(loaded[0])
+                if self._step_closer is not None and loaded is not None:
+                    self._step_closer.stage_prepared(loaded[0])
             case stage_tenure.PreparedLost():
-                if self._held is not None:
-                    self._held.prepared_lost()
+                if self._step_closer is not None:
+                    self._step_closer.prepared_lost()
             case stage_tenure.ForgetSnapshots():
                 self.snapshots.forget()
             case stage_tenure.Send():
@@ -276,9 +278,9 @@ class StageManager:
         memory = self.membership.now.manifest.stages[holding.stage].memory
         self.context.options.shortage.began(memory, trio.current_time())
 
-    def _hold(self, held: StepCloser | None) -> None:
-        self._held = held
-        self.pipeline.hold(None if held is None else held.holding)
+    def _hold(self, step_closer: StepCloser | None) -> None:
+        self._step_closer = step_closer
+        self.pipeline.hold(None if step_closer is None else step_closer.holding)
 
     async def _rejoin_after(self, lost: stage_tenure.RejoinAfter) -> None:
         self.context.report(f"{lost.reason}; joining again in {lost.seconds:.0f} s")
@@ -295,6 +297,7 @@ class StageManager:
         | step_close.SwitchToPrepared
         | step_close.DropPrepared,
     ) -> None:
+        """Carry out a decision of the step close."""
         match decision:
             case step_close.Send():
                 self.attachment.send(decision.message)
@@ -362,10 +365,10 @@ class StageManager:
         self, worker: StageWorker, tenure: _RunningTenure, *, is_fresh: bool
     ) -> WorkerDied:
         load, report = tenure.load, self.context.report
-        where = f"stage {load.assignment.stage} at version {load.assignment.version}"
+        description = f"stage {load.assignment.stage} at version {load.assignment.version}"
         if load.assignment.prepare:
-            where += " beside the held one"
-        report(f"taking {where}")
+            description += " beside the held one"
+        report(f"taking {description}")
         try:
             digest = await self.loader.load(worker, load.assignment, is_fresh=is_fresh)
         except WorkerDied as error:
@@ -375,7 +378,7 @@ class StageManager:
             tenure.loaded = stage, nursery
             self._rules.loaded(load, digest)
             self._carry_out()
-            report(f"holding {where}")
+            report(f"holding {description}")
             if is_fresh:
                 report(f"this device computes as class {worker.configured.arithmetic}")
                 streamed = worker.configured.streamed_bytes
@@ -388,7 +391,10 @@ class StageManager:
                 died = await worker.wait_died()
             finally:
                 tenure.loaded = None
-                if self._held is not None and self._held.holding.account is stage.account:
+                if (
+                    self._step_closer is not None
+                    and self._step_closer.holding.account is stage.account
+                ):
                     self._hold(None)
             nursery.cancel_scope.cancel()
         return died

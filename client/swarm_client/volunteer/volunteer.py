@@ -57,8 +57,8 @@ log = logging.getLogger(__name__)
 
 
 class Volunteer:
-    """One volunteer. `run` takes part until the run ends or the volunteer leaves; its other methods
-    carry out what users, the governor and the session ask for."""
+    """The volunteer of one device. `run` takes part until the run ends or the volunteer leaves; its
+    other methods carry out what users, the governor and the session ask for."""
 
     def __init__(self, context: VolunteerContext, worker: AveragingWorker) -> None:
         invite, node, report = context.invite, context.node, context.report
@@ -67,7 +67,7 @@ class Volunteer:
         self.roster = RosterView()
         self.attachment = Attachment(node, invite, report)
         self.member: Member | None = None
-        """None until the first admission."""
+        """What exists from the first admission on; None before."""
         self.admitted = trio.Event()
         self.news: RunNews | None = None
         self._heartbeat_delta = HeartbeatDelta(heartbeat_seconds=1.0)
@@ -112,10 +112,12 @@ class Volunteer:
 
     @property
     def membership(self) -> Membership | None:
+        """The membership of the latest admission; None before the first."""
         return None if self.member is None else self.member.membership
 
     @property
     def holding(self) -> Holding | None:
+        """The stage that is served; None while there is none."""
         return None if self.member is None else self.member.pipeline.holding
 
     @property
@@ -125,6 +127,7 @@ class Volunteer:
 
     @property
     def downloads(self) -> tuple[DownloadProgress, ...]:
+        """The downloads in progress."""
         return () if self.member is None else self.member.downloads
 
     async def use_directory(self) -> None:
@@ -156,6 +159,7 @@ class Volunteer:
     # ---- a session (`swarm_client.volunteer.reconnect`)
 
     async def give_up_stage(self) -> None:
+        """Drop the held stage, and the one that is loaded."""
         if self.member is not None:
             await self.member.stages.drop()
 
@@ -169,14 +173,14 @@ class Volunteer:
         while await self.wait_may_attach() and not self.attachment.leaving:
             report(f"this machine tests itself for {duration_text(options.self_test_seconds)}")
             with trio.CancelScope() as self._self_test:
-                found = await run_self_test(
+                result = await run_self_test(
                     options.device, min(options.threads, self._limits.threads),
                     options.self_test_seconds, self.context.home.log_folder,
                     self._limits.duty_cycle,
                 )  # fmt: skip
-                if found.fault:
-                    raise fault_error(options.device, found)
-                report(f"the self-test has passed: {passed_text(found)}; attaching again")
+                if result.fault:
+                    raise fault_error(options.device, result)
+                report(f"the self-test has passed: {passed_text(result)}; attaching again")
                 return True
         return False
 
@@ -189,6 +193,7 @@ class Volunteer:
         return True
 
     def hello(self) -> Hello:
+        """Return the hello that opens a session with the coordinator."""
         invite, options, holding = self.context.invite, self.context.options, self.holding
         announced = self.relay_policy.announcement()
         return Hello(
@@ -247,6 +252,7 @@ class Volunteer:
             await self.member.join_run(welcome)
 
     def heartbeat(self) -> Heartbeat:
+        """Return the next heartbeat; it takes the work that was done since the previous one."""
         holding = self.holding
         computed, busy_seconds = holding.meter.take_work() if holding else (0, 0.0)
         return self._heartbeat_delta.heartbeat(
@@ -266,6 +272,7 @@ class Volunteer:
         return self.holding.account.take_unreported() if self.holding is not None else ()
 
     def detached(self) -> None:
+        """End what belongs to the session, which is lost."""
         self._gate.detached()
         if self.member is not None:
             self.member.session_lost()
@@ -306,6 +313,7 @@ class Volunteer:
 
     @property
     def suspended(self) -> Suspension | None:
+        """The suspension in force; None while the volunteer computes."""
         return self.pause.suspension
 
     def suspend(self, reason: SuspendReason, until: float | None = None) -> None:
@@ -314,6 +322,7 @@ class Volunteer:
         self.pause.suspend(reason, until)
 
     def resume(self) -> None:
+        """End the suspension."""
         self.pause.resume()
 
     def _interrupt_self_test(self) -> None:
@@ -321,13 +330,14 @@ class Volunteer:
             self._self_test.cancel()
 
     def pause_work(self) -> None:
-        """Take nothing new."""
+        """Take no new work."""
         self._interrupt_self_test()
         if self.member is not None:
             self.member.pipeline.pause()
         self.attachment.send(self.heartbeat())
 
     def resume_work(self) -> None:
+        """Take new work again, and report that."""
         if self.member is not None:
             self.member.pipeline.resume()
         self.attachment.send(self.heartbeat())
@@ -354,6 +364,7 @@ class Volunteer:
         self.hand_back_work()
 
     def wake(self) -> None:
+        """Attach again after a sleep, and end the suspension that the sleep began."""
         suspended = self.suspended
         if suspended is not None and suspended.reason is SuspendReason.MACHINE_SLEEPS:
             self.resume()

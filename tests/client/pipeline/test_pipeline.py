@@ -789,7 +789,7 @@ async def test_a_microbatch_of_a_wrong_size_ends_the_link_to_the_own_stage_alone
 async def test_the_oldest_request_that_does_not_end_is_given_up_where_memory_is_short(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(stage_server, "BEGUN_BYTES", 500)
+    monkeypatch.setattr(stage_server, "ASSEMBLY_BYTES", 500)
     async with world() as w, w.peer(1) as last, w.peer(0) as first, w.peer(0) as other:
 
         async def begin(sender: Peer) -> tuple[FramedStream, bytes]:
@@ -808,7 +808,7 @@ async def test_the_oldest_request_that_does_not_end_is_given_up_where_memory_is_
             await stream._stream.write(whole[:-1])
             return stream, whole[-1:]
 
-        begun = last.server._begun._held
+        begun = last.server._assembly_budget._held
         oldest, its_end = await begin(first)
         await until(lambda: len(begun) == 1)
         (one,) = begun

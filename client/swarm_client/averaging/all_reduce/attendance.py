@@ -40,7 +40,8 @@ class Attendance:
     begun_at: float = field(default_factory=anyio.current_time)
 
     def is_silent(self, peer: PeerId, stall_seconds: float, join_seconds: float) -> bool:
-        """Whether nothing has come from a member for more than half of what is allowed."""
+        """Whether nothing has come from a member for more than half of the time that it is
+        allowed."""
         now = anyio.current_time()
         if peer in self.to_accept or peer in self.to_connect:
             return now - self.begun_at > join_seconds / 2

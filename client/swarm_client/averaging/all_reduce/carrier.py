@@ -22,7 +22,7 @@ from swarm_shared.base.types import PeerId
 
 
 class Channel(Protocol):
-    """One authenticated, ordered, reliable byte stream."""
+    """An authenticated, ordered, reliable byte stream."""
 
     @property
     def route(self) -> Route:
@@ -59,6 +59,7 @@ class IncomingStreams:
         """ABORT frame for members whose stream arrives after the round has failed."""
 
     async def receive(self) -> IncomingStream:
+        """Wait for the next stream."""
         return await self._stream.receive()
 
     def undelivered(self) -> list[IncomingStream]:

@@ -75,16 +75,20 @@ class NotFiniteError(SwarmError):
 
 @dataclass(frozen=True, slots=True)
 class EncodedPiece:
+    """A piece in the bytes of its codec, with the exponent that goes into the header of its
+    frame."""
+
     exponent: int
     payload: memoryview
 
 
 def dtype_of(codec: AverageCodec) -> np.dtype[np.float32] | np.dtype[np.float64]:
+    """Return the type of the totals that a codec encodes."""
     return np.dtype(np.float64) if codec == "exact" else np.dtype(np.float32)
 
 
 def payload_sizes(elements: int, codec: AverageCodec) -> range:
-    """All lengths in bytes that a payload may have."""
+    """Return the range of lengths, in bytes, that a payload may have."""
     if codec == "exact":
         return range(exact_codec.least_bytes(elements), exact_codec.most_bytes(elements) + 1)
     size = payload_bytes(elements, codec)
@@ -110,6 +114,7 @@ def payload_bytes(elements: int, codec: AverageCodec) -> int:
 
 
 def exponent_is_valid(exponent: int, codec: AverageCodec) -> bool:
+    """Whether a codec may name this exponent: 0 for all but float16."""
     if codec == "float16":
         return _MIN_EXPONENT <= exponent <= _MAX_EXPONENT
     return exponent == 0
@@ -213,12 +218,13 @@ def _blocks(elements: int) -> int:
 
 
 def check_finite(values_P: Totals, member: int | None = None) -> None:
+    """Raise NotFiniteError, which names `member`, if an element is infinite or no number."""
     if not np.isfinite(values_P).all():
         raise NotFiniteError(member)
 
 
 def check_sum(values_P: Totals, codec: AverageCodec, member: int | None = None) -> None:
-    """NotFiniteError for elements that no sum of honest parts has."""
+    """Raise NotFiniteError, which names `member`, for elements that no sum of honest parts has."""
     if codec == "exact":
         _check_counts(values_P, LARGEST_SUM, member)
     else:

@@ -35,14 +35,17 @@ _LARGEST = np.array([0.0, *(2.0 ** (8 * width - 1) - 1 for width in range(1, WID
 
 
 def blocks(elements: int) -> int:
+    """Return the number of blocks of a piece."""
     return -(-elements // BLOCK)
 
 
 def least_bytes(elements: int) -> int:
+    """Return the length of the shortest encoding, in which every block is of width 0."""
     return blocks(elements)
 
 
 def most_bytes(elements: int) -> int:
+    """Return the length of the longest encoding, in which every block is of width WIDEST."""
     return blocks(elements) * (1 + WIDEST * BLOCK)
 
 

@@ -41,6 +41,8 @@ _FAILURES = tuple(RoundFailure)
 
 
 class FrameKind(IntEnum):
+    """The kinds of frames behind the greeting of a stream."""
+
     ACCEPT = 1
     PIECE = 2
     SUM = 3
@@ -58,10 +60,12 @@ class StreamHello:
     digest: bytes
 
     def encode(self) -> bytes:
+        """Return the frame as bytes."""
         return _HELLO.pack(_MAGIC, _VERSION, self.sender, self.tag, self.digest)
 
     @classmethod
     def decode(cls, data: bytes | bytearray | memoryview) -> StreamHello:
+        """Read a frame of HELLO_BYTES. FrameError if it is none of this version."""
         if len(data) != HELLO_BYTES:
             raise FrameError(f"a greeting of {len(data)} bytes; {HELLO_BYTES} are needed")
         magic, version, sender, tag, digest = _HELLO.unpack(data)
@@ -72,6 +76,9 @@ class StreamHello:
 
 @dataclass(frozen=True, slots=True)
 class Header:
+    """The header of a frame. `tag` is the beginning of the round's, `piece` the number of a
+    piece."""
+
     kind: FrameKind
     sender: int
     tag: bytes
@@ -86,6 +93,7 @@ class Header:
 
     @classmethod
     def decode(cls, data: bytes | bytearray | memoryview) -> Header:
+        """Read a header of HEADER_BYTES. FrameError for an unknown kind."""
         kind, sender, exponent, piece, payload_bytes, tag = _HEADER.unpack(data)
         try:
             return cls(FrameKind(kind), sender, tag, piece, exponent, payload_bytes)

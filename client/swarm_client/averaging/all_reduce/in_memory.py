@@ -17,7 +17,7 @@ async def all_reduce_in_memory(
 ) -> tuple[StreamTraffic, ...]:  # fmt: skip
     """As `all_reduce`, on the vectors at the same offset of two segments. Of a round whose sums can
     be checked, what the others put into this member's slice is `kept` under the round's name."""
-    received = ReceivedPieces.of(spec)
+    received = ReceivedPieces.for_round(spec)
     with (
         shared_memory.attach(source_name) as source,
         shared_memory.attach(result_name) as result,

@@ -167,8 +167,8 @@ class IncomingHub:
                 del self._parked[remote]
 
     async def _wait_until_known(self, remote: str) -> bool:
-        """Whether the remote becomes known within UNADMITTED_SECONDS. Members receive rosters at
-        slightly different times."""
+        """Wait until the remote becomes known, at most UNADMITTED_SECONDS; return whether it did.
+        Members receive rosters at slightly different times."""
         if len(self._unadmitted) >= MAX_UNADMITTED or remote in self._unadmitted:
             return False
         self._unadmitted.add(remote)
@@ -190,7 +190,7 @@ class IncomingHub:
         if hello is None:
             held.drop("it does not begin with a greeting")
             return
-        while (found := self._rounds.get(hello.tag)) is None:
+        while (active_round := self._rounds.get(hello.tag)) is None:
             over = self._finished.get(hello.tag)
             if over is not None:
                 held.drop(
@@ -201,16 +201,16 @@ class IncomingHub:
             if not self._is_known(remote):
                 held.drop("it is not admitted any more")
                 return
-        sender = found.members.get(remote)
+        sender = active_round.members.get(remote)
         if sender is None:
             held.drop("it is no member of that round")
             return
-        if remote in found.delivered:
+        if remote in active_round.delivered:
             held.drop("it has a stream in that round already")
             return
-        found.delivered.add(remote)
+        active_round.delivered.add(remote)
         try:
-            found.deliver.send_nowait(IncomingStream(sender, hello, held))
+            active_round.deliver.send_nowait(IncomingStream(sender, hello, held))
         except (anyio.BrokenResourceError, anyio.ClosedResourceError):
             held.drop("its round takes no more streams")
 
@@ -248,7 +248,7 @@ class IncomingHub:
 
     def _is_member(self, remote: str) -> bool:
         """Whether the remote belongs to a current round: the coordinator has named it."""
-        return any(remote in known.members for known in self._rounds.values())
+        return any(remote in current.members for current in self._rounds.values())
 
     def _in_recent_round(self, remote: str) -> bool:
         """Whether the remote belongs to a current or recent round."""

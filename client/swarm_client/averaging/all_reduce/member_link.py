@@ -82,7 +82,7 @@ class MemberLink:
     ) -> None:
         self.channel = channel
         self.to_reducer = to_reducer
-        """Whether the other end sums, and this one takes its sums."""
+        """Whether the other end sums, and this end takes its sums."""
         self.peer = peer
         self.peer_index = state.spec.members.index(peer)
         self.bytes_sent = 0
@@ -96,7 +96,8 @@ class MemberLink:
         self.last_received_at = self._opened_at = anyio.current_time()
         self._heartbeats = 0
         self.awaited_since: float | None = None
-        """Since when the round here cannot go on without this member; None while it can."""
+        """The time since which the round here cannot go on without this member; None while it
+        can."""
         self.received_elements = 0.0
         """Elements of pieces or sums that have come, with the part of the one under way."""
         self._awaited_before_seconds = 0.0
@@ -115,20 +116,24 @@ class MemberLink:
 
     @property
     def route(self) -> Route:
+        """The route of the stream."""
         return self.channel.route
 
     # ----------------------------------------------------------------------------- waiting
 
     def begin_wait(self) -> None:
-        """From now on the round here cannot go on without this member."""
+        """Start to count the time in which the round here cannot go on without this member."""
         self.awaited_since = anyio.current_time()
 
     def end_wait(self) -> None:
+        """Add the time since `begin_wait` to the time waited."""
         self._awaited_before_seconds = self.awaited_seconds(anyio.current_time())
         self.awaited_since = None
 
     @contextlib.contextmanager
     def awaited(self) -> Iterator[None]:
+        """Count the time within as time in which the round here cannot go on without this
+        member."""
         self.begin_wait()
         try:
             yield
@@ -136,7 +141,7 @@ class MemberLink:
             self.end_wait()
 
     def awaited_seconds(self, now: float) -> float:
-        """How long the round here has waited for this member, in all."""
+        """Return the seconds for which the round here has waited for this member, in all."""
         current = 0.0 if self.awaited_since is None else now - self.awaited_since
         return self._awaited_before_seconds + current
 
@@ -259,10 +264,10 @@ class MemberLink:
         if header.kind is FrameKind.ABORT:
             await self._raise_abort(header)
         if (header.kind, header.piece) != (kind, piece) or header.payload_bytes not in sizes:
-            due = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+            expected_bytes = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
             raise self.violated(
                 f"sent {header.kind.name} {header.piece} of {header.payload_bytes} bytes where "
-                f"{kind.name} {piece} of {due} bytes is due"
+                f"{kind.name} {piece} of {expected_bytes} bytes is due"
             )
         return header
 
@@ -347,13 +352,17 @@ class MemberLink:
     # -------------------------------------------------------------------------------- failures
 
     def violated(self, what: str) -> RoundFailed:
+        """Return the failure of a member that breaks the protocol; `what` completes the
+        sentence."""
         return self._failed(f"member {self.peer} {what}", RoundFailure.PROTOCOL)
 
     def stalled(self, seconds: float) -> RoundFailed:
+        """Return the failure of a member that has been silent for so many seconds."""
         reason = f"member {self.peer} sent nothing for {seconds:g} s"
         return self._failed(reason, RoundFailure.STALLED)
 
     def too_slow(self, seconds: float) -> RoundFailed:
+        """Return the failure of a member for which the round has waited for so many seconds."""
         reason = f"member {self.peer} let the round wait for {seconds:.0f} s"
         return self._failed(reason, RoundFailure.STALLED)
 

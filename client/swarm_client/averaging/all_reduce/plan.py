@@ -42,7 +42,7 @@ _PLAN_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class RoundSpec:
-    """One attempt at one all-reduce. `round_id` is unique per attempt.
+    """The plan of one attempt at one all-reduce. `round_id` is unique per attempt.
 
     Raises ProtocolError for an impossible round.
     """
@@ -106,6 +106,7 @@ class Slice:
 
     @property
     def pieces(self) -> int:
+        """The number of pieces in the slice."""
         return -(-(self.stop - self.start) // self.piece_elements)
 
     def piece(self, index: int) -> tuple[int, int]:
@@ -115,7 +116,8 @@ class Slice:
 
 
 def partition(spec: RoundSpec) -> tuple[Slice, ...]:
-    """One slice per member, in group order; together they are [0, elements), without overlap."""
+    """Return one slice per member, in group order; together they are [0, elements), without
+    overlap."""
     shares = spec.shares if spec.shares is not None else (1.0,) * len(spec.members)
     stops = slice_stops(spec.elements, shares)
     return tuple(
@@ -125,7 +127,7 @@ def partition(spec: RoundSpec) -> tuple[Slice, ...]:
 
 
 def slice_stops(elements: int, shares: Sequence[float]) -> tuple[int, ...]:
-    """Where the slices of the members with these shares end, in group order."""
+    """Return the ends of the slices of members with these shares, in elements, in group order."""
     # Fractions: the same boundaries on every machine, independent of its floating-point unit.
     exact = [Fraction(share) for share in shares]
     total = sum(exact, Fraction(0))

@@ -16,8 +16,9 @@ class ReceivedPieces:
     """The pieces of one round."""
 
     @classmethod
-    def of(cls, spec: RoundSpec) -> ReceivedPieces | None:
-        """None for a round whose sums cannot be checked: they are rounded."""
+    def for_round(cls, spec: RoundSpec) -> ReceivedPieces | None:
+        """Return the place for a round's pieces; None where sums cannot be checked, because they
+        are rounded or of one member."""
         return cls(spec) if spec.codec == "exact" and len(spec.members) > 1 else None
 
     def __init__(self, spec: RoundSpec) -> None:

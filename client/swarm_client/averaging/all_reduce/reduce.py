@@ -169,7 +169,7 @@ class _Round:
         self._me = spec.my_index
         self._attendance = Attendance()
         self._limits_seconds = limits_seconds
-        """Of silence, and of joining."""
+        """The longest silence of a member, and the time that members have to join, in seconds."""
         self._failure: RoundFailed | None = None
         self._work_scope = anyio.CancelScope()
         self._arrivals: IncomingStreams | None = None
@@ -185,6 +185,7 @@ class _Round:
     # --------------------------------------------------------------------------- the round's life
 
     async def run(self) -> None:
+        """Carry out the round; RoundFailed if it fails here or at another member."""
         async with anyio.create_task_group() as pumps:
             with self._work_scope:
                 await self._guarded(self._work, pumps)
@@ -195,6 +196,7 @@ class _Round:
             raise self._failure
 
     def links_report(self) -> tuple[StreamTraffic, ...]:
+        """Return the traffic of every stream of the round."""
         return tuple(
             StreamTraffic(link.peer, link.route, link.bytes_sent, link.bytes_received)
             for link in self._attendance.links
@@ -283,9 +285,9 @@ class _Round:
         link = await self._join(self.spec.members[reducer], pumps)
         credit = anyio.Semaphore(self.spec.window_pieces)
         with link.awaited():
-            async with anyio.create_task_group() as both:
-                both.start_soon(self._guarded, self._send_parts, link, credit)
-                both.start_soon(self._guarded, self._take_sums, link, credit)
+            async with anyio.create_task_group() as directions:
+                directions.start_soon(self._guarded, self._send_parts, link, credit)
+                directions.start_soon(self._guarded, self._take_sums, link, credit)
             await link.send(FrameKind.BYE)
             link.finished = True
             link.finish(closes_last=True)
@@ -297,7 +299,7 @@ class _Round:
         A stream that its carrier loses within REOPENING_SECONDS is opened again, up to
         STREAMS_PER_REDUCER streams in all.
         """
-        for left in reversed(range(STREAMS_PER_REDUCER)):
+        for attempts_left in reversed(range(STREAMS_PER_REDUCER)):
             link = await self._open(peer, pumps)
             opened_at = anyio.current_time()
             await link.send_hello(self._digest)
@@ -309,7 +311,7 @@ class _Round:
             except RoundFailed as failure:
                 lost = failure.failure is RoundFailure.CARRIER and failure.aborted_by is None
                 is_old = anyio.current_time() - opened_at > REOPENING_SECONDS
-                if not lost or is_old or not left:
+                if not lost or is_old or not attempts_left:
                     raise
                 logger.info("%s; it is opened again", failure)
                 self._attendance.links.remove(link)

@@ -36,7 +36,8 @@ class Route(StrEnum):
     """The daemons' libp2p hosts, over a direct or a hole-punched connection."""
     P2PD_RELAYED = "p2pd_relayed"
     HOST_RELAYED = "host_relayed"
-    """To be tried: the host's connection of any kind. Of an open stream: a relayed one."""
+    """As a route to try: a connection of the hosts, of any kind. As that of an open stream: a
+    relayed one."""
 
     @property
     def over_p2pd(self) -> bool:
@@ -85,7 +86,8 @@ class _Backoff:
 
 
 class RouteMemory:
-    """One peer's memory of its failed routes to others. A restart clears it, which does no harm."""
+    """The failed routes of one peer to others, with back-off. A restart clears it, which does no
+    harm."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -122,4 +124,5 @@ class RouteMemory:
             self._backoffs.popitem(last=False)
 
     def worked(self, peer: PeerId, route: Route) -> None:
+        """Forget the failures of a route."""
         self._backoffs.pop((peer, route), None)

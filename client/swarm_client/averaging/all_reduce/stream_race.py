@@ -58,7 +58,7 @@ class StreamRace:
     async def _try(
         self, route: Route, opener: Opener, over: anyio.Event, everything: anyio.CancelScope
     ) -> None:
-        begun = anyio.current_time()
+        began_at = anyio.current_time()
         try:
             with anyio.fail_after(ROUTE_SECONDS):
                 channel = await opener()
@@ -69,7 +69,7 @@ class StreamRace:
         except (NetworkError, ProtocolError) as error:
             self._failed(route, str(error))
         except anyio.get_cancelled_exc_class():
-            if self._channel is not None and anyio.current_time() - begun >= HEAD_START_SECONDS:
+            if self._channel is not None and anyio.current_time() - began_at >= HEAD_START_SECONDS:
                 self._failed(route, "it was too slow")
             raise
         else:

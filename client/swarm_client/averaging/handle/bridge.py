@@ -72,10 +72,10 @@ class Bridge:
         listener = listen_privately(folder / DAEMON_SOCKET, _LISTEN_BACKLOG)
         self._folder = folder
         assert self._nursery is not None, "a bridge runs before it listens"
-        ours = trio.SocketListener(listener)
+        socket_listener = trio.SocketListener(listener)
         async with trio.open_nursery() as nursery:
             serve = partial(trio.serve_listeners, handler_nursery=self._nursery)
-            nursery.start_soon(serve, self._open, [ours])
+            nursery.start_soon(serve, self._open, [socket_listener])
             try:
                 yield
             finally:

@@ -57,17 +57,19 @@ class AveragingOptions:
 @contextlib.contextmanager
 def socket_folder(home: Path) -> Iterator[Path]:
     """A private folder for the sockets of p2pd and the bridge, whose paths must be short."""
-    own = home.absolute() / "s"
-    if len(str(own)) <= _MAX_FOLDER_CHARACTERS and re.fullmatch(r"[A-Za-z0-9_./-]+", str(own)):
+    folder = home.absolute() / "s"
+    if len(str(folder)) <= _MAX_FOLDER_CHARACTERS and re.fullmatch(
+        r"[A-Za-z0-9_./-]+", str(folder)
+    ):
         # A killed daemon may have left sockets in it.
-        shutil.rmtree(own, ignore_errors=True)
-        own.mkdir(mode=0o700)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(mode=0o700)
     else:
-        own = Path(tempfile.mkdtemp(prefix="swarm-"))
+        folder = Path(tempfile.mkdtemp(prefix="swarm-"))
     try:
-        yield own
+        yield folder
     finally:
-        shutil.rmtree(own, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def persistent_port(path: Path) -> int:
@@ -76,12 +78,12 @@ def persistent_port(path: Path) -> int:
     The port is fixed per home, so that addresses known to other peers and a router's mapping
     survive a restart.
     """
-    known = read_port(path)
-    if known is not None and _is_free(known):
-        return known
+    stored = read_port(path)
+    if stored is not None and _is_free(stored):
+        return stored
     port = lasting_port("0.0.0.0")
-    if known is not None:
-        logger.info("port %s is taken by another program; p2pd listens on %s", known, port)
+    if stored is not None:
+        logger.info("port %s is taken by another program; p2pd listens on %s", stored, port)
     try:
         write_port(path, port)
     except StorageError as error:
@@ -90,7 +92,8 @@ def persistent_port(path: Path) -> int:
 
 
 def _is_free(port: int) -> bool:
-    """Whether no other program uses the port, which p2pd (SO_REUSEPORT) would silently share."""
+    """Whether the port is free. p2pd (SO_REUSEPORT) would silently share one that another program
+    uses."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         # Ended connections may linger on the port; they do no harm.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -104,20 +104,21 @@ class _Running:
     rpc: ChildRpc[WorkerMessage]
     started: Started
     stopping: bool = False
-    """Whether it has been sent Shutdown."""
+    """Whether the worker has been sent Shutdown."""
 
     @property
     def has_rounds(self) -> bool:
-        return any(isinstance(one.message, StartRound) for one in self.rpc.pending)
+        """Whether a round is in progress in the worker."""
+        return any(isinstance(call.message, StartRound) for call in self.rpc.pending)
 
 
 class _End(Enum):
-    """How the last worker ended."""
+    """The way in which the last worker ended."""
 
     PLANNED = auto()
     FAILED = auto()
     IN_ROUND = auto()
-    """In a round or just after one that failed."""
+    """It died in a round, or just after one that failed."""
     UNUSABLE = auto()
     """No worker can run on this machine."""
 
@@ -138,7 +139,7 @@ class AveragingWorker:
         self._round_failed_at = -math.inf
         self._held_back = ""
         self._kept: dict[str, Numbered] = {}
-        """What every new worker is sent before the first request."""
+        """The latest messages, by name, that every new worker is sent before the first request."""
         self.restarts = 0
         """Number of restarts after a death, for the status display."""
 
@@ -146,11 +147,12 @@ class AveragingWorker:
 
     @property
     def available(self) -> bool:
+        """Whether a worker serves; while none does, rounds run in the daemon."""
         return self.started is not None
 
     @property
     def reason(self) -> str:
-        """Why it is not available; empty when it is."""
+        """The cause why no worker is available; empty while one is."""
         return "" if self.available else self._reason
 
     @property
@@ -161,6 +163,7 @@ class AveragingWorker:
 
     @property
     def pid(self) -> int | None:
+        """The process ID of the worker; None without a process."""
         return None if self._child is None else self._child.pid
 
     def on_change(self, callback: Callable[[], None]) -> None:
@@ -290,8 +293,8 @@ class AveragingWorker:
 
     async def lookup(self, key: str) -> dict[str, bytes]:
         """Find records by subkey. Any member may have stored them: check their signatures."""
-        found = await self._ask_directory(Lookup(key=key), Found)
-        return {record.subkey: record.value for record in found.records}
+        answer = await self._ask_directory(Lookup(key=key), Found)
+        return {record.subkey: record.value for record in answer.records}
 
     async def bootstrap(self, initial_peers: tuple[str, ...]) -> int:
         """Enter the directory through these (…/p2p/ID) too; returns how many of them answered."""
@@ -320,14 +323,14 @@ class AveragingWorker:
             while self._held_back:
                 self._reason = self._held_back
                 await self._changed.wait()
-            begun = trio.current_time()
+            began_at = trio.current_time()
             self._end = await self._run_once()
             if self._end is _End.UNUSABLE:
                 self._give_up(self._reason)
                 return
             if self._end is _End.PLANNED:
                 continue
-            if trio.current_time() - begun > HEALTHY_SECONDS:
+            if trio.current_time() - began_at > HEALTHY_SECONDS:
                 backoff.reset()
             if self._end is _End.IN_ROUND:
                 backoff.seconds = max(backoff.seconds, DIED_IN_ROUND_BACKOFF_SECONDS)
@@ -422,17 +425,18 @@ class AveragingWorker:
             if self._held_back and not running.has_rounds:
                 reason = self._held_back
                 break
-            known = running.started.addresses
+            current_addresses = running.started.addresses
             reason = self._restart_policy.restart_reason(
                 trio.current_time(),
                 differs=self._options != options,
                 misses_relay=any(
-                    address not in known for address in relayed_addresses(options.trusted_relays)
+                    address not in current_addresses
+                    for address in relayed_addresses(options.trusted_relays)
                 ),
                 busy=running.has_rounds,
             )
-        then = "stays away" if self._held_back else "is started again"
-        logger.info("%s; the averaging worker %s", reason, then)
+        what_follows = "stays away" if self._held_back else "is started again"
+        logger.info("%s; the averaging worker %s", reason, what_follows)
         # From here on rounds begin in the daemon.
         running.stopping, self._reason = True, reason
         running.rpc.post(Shutdown())

@@ -29,18 +29,24 @@ MAX_HEAD_BYTES = 4096
 
 
 class OpenStream(FrozenModel):
+    """Request of the worker: open a stream of the daemon's host to a peer."""
+
     kind: Literal["open_stream"] = "open_stream"
     peer: PeerId
     relayed: bool
-    """Whether a relayed connection is permitted."""
+    """Whether a relayed connection is permitted for the stream."""
 
 
 class StreamOpened(FrozenModel):
+    """Answer to OpenStream: what follows on the connection is the stream."""
+
     kind: Literal["opened"] = "opened"
     route: Route
 
 
 class StreamNotOpened(FrozenModel):
+    """Answer to OpenStream: no stream could be opened."""
+
     kind: Literal["not_opened"] = "not_opened"
     reason: Annotated[str, Field(max_length=1000)]
 

@@ -20,6 +20,8 @@ MAX_RECORD_BYTES = 32 * 1024
 
 
 class DirectoryRecord(FrozenModel):
+    """A member's roster record in the directory, which the member signs."""
+
     record: PeerRecord
     expires: UnixSeconds
 

@@ -247,10 +247,12 @@ class RoundFailureReport(Failure):
     faults: Faults = ()
 
     @classmethod
-    def of(cls, failure: RoundFailed) -> RoundFailureReport:
+    def from_failure(cls, failure: RoundFailed) -> RoundFailureReport:
+        """Return the answer that carries a failure to the daemon."""
         return cls(**vars(failure))
 
     def error(self) -> RoundFailed:
+        """Return the failure that the answer carries."""
         failed = RoundFailed(
             self.reason, self.culprit, failure=self.failure, route=self.route,
             aborted_by=self.aborted_by,
@@ -295,6 +297,7 @@ class DirectoryRequestFailed(Failure):
     reason: Reason
 
     def error(self) -> NetworkError:
+        """Return the failure that the answer carries."""
         return NetworkError(f"the directory did not answer: {self.reason}")
 
 

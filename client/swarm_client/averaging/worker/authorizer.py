@@ -115,9 +115,9 @@ class RunAuthorizer:
         if max(len(certificate), len(binding)) > MAX_CREDENTIAL_BYTES:
             raise SignatureError("its token is too long")
         key = hashlib.sha256(hashlib.sha256(certificate).digest() + binding).digest()
-        known = self._tokens.get(key)
-        if known is not None and now <= known[2]:
-            return known[0], known[1]
+        verified = self._tokens.get(key)
+        if verified is not None and now <= verified[2]:
+            return verified[0], verified[1]
         named = MembershipCertificate.open(certificate, membership.organiser)
         valid = check_certificate(
             certificate, membership.run, membership.organiser, now, named.peer

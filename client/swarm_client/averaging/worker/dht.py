@@ -82,13 +82,13 @@ class DhtDirectory:
         Signatures are verified before a record takes one of the places: any member can store any
         number of entries under the key, but only one record of its own.
         """
-        found = await self._node.get(request.key, latest=True)
+        entries = await self._node.get(request.key, latest=True)
         membership = self._authorizer.membership
-        if membership is None or found is None or not isinstance(found.value, dict):
+        if membership is None or entries is None or not isinstance(entries.value, dict):
             return Found(records=())
         run, organiser = membership.run, membership.organiser
         records: list[Record] = []
-        for subkey, entry in found.value.items():
+        for subkey, entry in entries.value.items():
             if is_record_of(subkey, entry.value, run, organiser, self._authorizer.clock()):
                 records.append(Record(subkey=subkey, value=entry.value))
             if len(records) == MAX_RECORDS:

@@ -137,7 +137,7 @@ class Worker:
     rounds: dict[int, anyio.CancelScope] = field(default_factory=dict)
     """Rounds under way, by request number."""
     received: dict[str, ReceivedPieces] = field(default_factory=dict)
-    """Of the rounds that are done and not forgotten, by name."""
+    """The pieces of the rounds that are done and not forgotten, by the name of the round."""
 
     async def serve(self) -> None:
         """Carry out messages until the daemon ends or sends Shutdown."""
@@ -184,7 +184,7 @@ class Worker:
                 answer = await self._reduce(message, carrier)
             except RoundFailed as failure:
                 failure.faults = tuple(carrier.faults)
-                answer = RoundFailureReport.of(failure)
+                answer = RoundFailureReport.from_failure(failure)
             except SwarmError as error:
                 answer = _stopped(str(error))
             except Exception as error:  # a supervisor: one round's failure must not end the others

@@ -86,18 +86,21 @@ class P2pdStreams:
             await self._p2p._client.connect(peer, targets)
 
     async def listen_addresses(self) -> list[str]:
-        """Those that p2pd reports, without its peer ID. NetworkError if it has ended."""
+        """Return the addresses that p2pd reports, without its peer ID. NetworkError if it has
+        ended."""
         with self._errors("p2pd does not answer", "p2pd does not report its addresses"):
-            _, own = await self._p2p._client.identify()
-        return [str(address) for address in own]
+            _, addresses = await self._p2p._client.identify()
+        return [str(address) for address in addresses]
 
     async def connected(self) -> dict[str, list[str]]:
         """The peer IDs to which p2pd is connected, with the remote addresses of the connections."""
-        found: dict[str, list[str]] = {}
+        addresses_by_peer: dict[str, list[str]] = {}
         with self._errors("p2pd does not answer", "p2pd does not answer"):
             for info in await self._p2p._client.list_peers():
-                found.setdefault(info.peer_id.to_base58(), []).extend(map(str, info.addrs))
-        return found
+                addresses_by_peer.setdefault(info.peer_id.to_base58(), []).extend(
+                    map(str, info.addrs)
+                )
+        return addresses_by_peer
 
     async def open(
         self, p2pd_peer_id: str, addresses: Iterable[str], *, relayed: bool
@@ -151,8 +154,8 @@ class P2pdStreams:
         return False
 
     async def _is_connected(self, p2pd_peer_id: str, *, relayed: bool) -> bool:
-        known = (await self.connected()).get(p2pd_peer_id, [])
-        return any(is_relayed(address) == relayed for address in known)
+        connections = (await self.connected()).get(p2pd_peer_id, [])
+        return any(is_relayed(address) == relayed for address in connections)
 
 
 async def current_addresses(streams: P2pdStreams, relays: Sequence[str]) -> tuple[str, ...]:
@@ -161,33 +164,34 @@ async def current_addresses(streams: P2pdStreams, relays: Sequence[str]) -> tupl
     p2pd announces a relay only if it takes the relay's address for a public one, which it does not
     on a local network; therefore the relays to which p2pd is connected are counted here.
     """
-    own = await streams.listen_addresses()
+    own_addresses = await streams.listen_addresses()
     connected = await streams.connected() if relays else {}
     reached = [relay for relay in relays if relay.rpartition("/p2p/")[2] in connected]
-    return (*(text for text in own if not is_relayed(text)), *relayed_addresses(reached))
+    return (*(text for text in own_addresses if not is_relayed(text)), *relayed_addresses(reached))
 
 
 async def watch_addresses(
     streams: P2pdStreams,
     relays: Sequence[str],
-    known: tuple[str, ...],
+    addresses: tuple[str, ...],
     moved: Callable[[tuple[str, ...]], None],
 ) -> None:
-    """Call `moved` whenever the addresses change."""
+    """Call `moved` whenever the addresses differ from those reported last, at first from
+    `addresses`."""
     checks = 0
     while True:
-        waits_for_relay = len(known) == 0 or sum(map(is_relayed, known)) < len(relays)
+        waits_for_relay = len(addresses) == 0 or sum(map(is_relayed, addresses)) < len(relays)
         early = waits_for_relay and checks < FAST_CHECKS
         await anyio.sleep(FAST_CHECK_SECONDS if early else CHECK_SECONDS)
         checks += 1
         try:
-            now = await current_addresses(streams, relays)
+            current = await current_addresses(streams, relays)
         except NetworkError as error:
             logger.info("%s", error)
             continue
-        if now != known:
-            known = now
-            moved(now)
+        if current != addresses:
+            addresses = current
+            moved(current)
 
 
 class GroupCarrier:

@@ -69,13 +69,13 @@ class SystemProbes:
         now = self._clock()
         if now - self._cpu_at >= CPU_SECONDS:
             self._cpu_at = now
-            share, own = self._cpu.shares()
-            self._last = replace(self._last, cpu_share=share, own_cpu_share=own)
+            share, own_share = self._cpu.shares()
+            self._last = replace(self._last, cpu_share=share, own_cpu_share=own_share)
         return self._last
 
 
 class MachineProbes(SystemProbes):
-    """All probes. Not thread-safe."""
+    """All probes of this machine. Not thread-safe."""
 
     def __init__(
         self,
@@ -115,8 +115,8 @@ class MachineProbes(SystemProbes):
         return self._last
 
     def _read_gpus(self, devices: Sequence[str]) -> tuple[GpuReading, ...]:
-        """Of the first driver that has some. They number the GPUs that torch calls cuda, no
-        others."""
+        """Read the GPUs of the first driver that has some. Drivers number only the GPUs that torch
+        calls cuda."""
         if any(is_accelerator(device) and not is_cuda(device) for device in devices):
             return ()
         return next(filter(None, (probe.read() for probe in self._gpus)), ())

@@ -53,7 +53,7 @@ class AmdSmiGpus:
             return []
         for names in VISIBLE:
             chosen = next(
-                (self._environment[one] for one in names if one in self._environment), None
+                (self._environment[name] for name in names if name in self._environment), None
             )
             if chosen is not None:
                 handles = _chosen(handles, chosen)
@@ -77,11 +77,11 @@ class AmdSmiGpus:
 
     def _degrees(self, handle: Any, kind: Any) -> float | None:
         current = self._smi.AmdSmiTemperatureMetric.CURRENT
-        found = self._ask(self._smi.amdsmi_get_temp_metric, handle, kind, current)
-        return None if found is None else float(found)
+        degrees = self._ask(self._smi.amdsmi_get_temp_metric, handle, kind, current)
+        return None if degrees is None else float(degrees)
 
     def _ask(self, question: Callable[..., Any], *arguments: Any) -> Any | None:
-        """None for what this GPU does not report."""
+        """Return the answer of the driver; None for what this GPU does not report."""
         try:
             return question(*arguments)
         except self._smi.AmdSmiLibraryException:
@@ -90,12 +90,12 @@ class AmdSmiGpus:
 
 def _chosen(handles: list[Any], text: str) -> list[Any]:
     """The devices of a list of numbers; like ROCm, nothing after the first one that is missing."""
-    found: list[Any] = []
+    chosen: list[Any] = []
     for word in filter(None, (word.strip() for word in text.split(","))):
         if not word.isdecimal() or int(word) >= len(handles):
             break
-        found.append(handles[int(word)])
-    return found
+        chosen.append(handles[int(word)])
+    return chosen
 
 
 def _installed() -> Any | None:

@@ -21,42 +21,45 @@ LONGEST_SHORT_NAME = 15
 
 
 def plain_name(name: str) -> str:
+    """Return a name as it is compared: in lower case, without `.exe`."""
     return name.strip().lower().removesuffix(".exe")
 
 
 @dataclass(slots=True)
-class _Known:
+class _Process:
     first_seen: float
     read_at: float = -1e9
     name: str = ""
 
 
 class AppProbe:
+    """Finds running applications by name, and reads each process as seldom as it can."""
+
     def __init__(self, clock: Clock = monotonic) -> None:
         self._clock = clock
-        self._known: dict[int, _Known] = {}
+        self._processes: dict[int, _Process] = {}
 
     def running(self, wanted: Iterable[str]) -> frozenset[str]:
-        """Those of the names for which a process is running."""
+        """Return the names of applications, of those given, for which a process is running."""
         names = {plain_name(name): name for name in wanted}
         if not names:
-            self._known.clear()
+            self._processes.clear()
             return frozenset()
         self._look()
-        running = {one.name for one in self._known.values()}
+        running = {process.name for process in self._processes.values()}
         return frozenset(name for plain, name in names.items() if plain in running)
 
     def _look(self) -> None:
         now = self._clock()
-        before = self._known
+        before = self._processes
         # Processes older than this one are not about to exec; most are hours old.
         born = now if before else now - NEW_PROCESS_SECONDS
-        self._known = {pid: before.get(pid) or _Known(born) for pid in psutil.pids()}
-        for pid, known in self._known.items():
-            young = now - known.first_seen < NEW_PROCESS_SECONDS
+        self._processes = {pid: before.get(pid) or _Process(born) for pid in psutil.pids()}
+        for pid, process in self._processes.items():
+            young = now - process.first_seen < NEW_PROCESS_SECONDS
             # Spread by PID, so that not all are read at the same call.
-            if young or now - known.read_at >= RECHECK_SECONDS + pid % 7:
-                known.read_at, known.name = now, self._name(pid)
+            if young or now - process.read_at >= RECHECK_SECONDS + pid % 7:
+                process.read_at, process.name = now, self._name(pid)
 
     def _name(self, pid: int) -> str:
         try:

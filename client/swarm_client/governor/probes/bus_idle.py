@@ -48,7 +48,8 @@ log = logging.getLogger(__name__)
 
 
 class BusIdle:
-    """One source on a bus. That it does not answer is logged once, until it has answered."""
+    """A source of the idle time on a bus. The first time that it does not answer is logged, until
+    it answers again."""
 
     name: str
 
@@ -59,6 +60,7 @@ class BusIdle:
         self._deadline = 0.0
 
     def idle_seconds(self) -> float | None:
+        """Return the seconds since the last input; None if the source has no answer."""
         self._deadline = self._clock() + ANSWER_SECONDS
         try:
             seconds = self._ask()
@@ -77,8 +79,10 @@ class BusIdle:
     def _call(
         self, target: BusObject, member: str, signature: str = "", *arguments: object, answer: str
     ) -> tuple[Any, ...]:
-        left = self._deadline - self._clock()
-        return self._bus.call(target, member, signature, *arguments, answer=answer, seconds=left)
+        seconds_left = self._deadline - self._clock()
+        return self._bus.call(
+            target, member, signature, *arguments, answer=answer, seconds=seconds_left
+        )
 
 
 class MutterIdle(BusIdle):
@@ -123,8 +127,8 @@ class LogindIdle(BusIdle):
             self._sessions = [
                 BusObject(LOGIND.service, path, PROPERTIES_INTERFACE) for *_, path in listed
             ]
-        found = [self._idle_of(session) for session in self._sessions]
-        return min((seconds for seconds in found if seconds is not None), default=None)
+        per_session = [self._idle_of(session) for session in self._sessions]
+        return min((seconds for seconds in per_session if seconds is not None), default=None)
 
     def _idle_of(self, session: BusObject) -> float | None:
         try:

@@ -42,10 +42,10 @@ class NvmlGpus:
             return handles
         shown: list[Any] = []
         for word in filter(None, (word.strip() for word in self._visible.split(","))):
-            found = self._named(word, handles)
-            if found is None:
+            handle = self._named(word, handles)
+            if handle is None:
                 break  # like CUDA, which ignores everything after the first missing one
-            shown.append(found)
+            shown.append(handle)
         return shown
 
     def _named(self, word: str, handles: list[Any]) -> Any | None:
@@ -69,7 +69,7 @@ class NvmlGpus:
         )
 
     def _ask(self, question: Callable[..., Any], *arguments: Any) -> Any | None:
-        """None for what this GPU does not report."""
+        """Return the answer of the driver; None for what this GPU does not report."""
         try:
             return question(*arguments)
         except self._nvml.NVMLError:

@@ -41,13 +41,13 @@ class ProcessTree:
     def refresh(self) -> None:
         """Search now, because a process was started."""
         self._looked_at = self._clock()
-        known = {member.pid: member for member in self._members}
+        previous = {member.pid: member for member in self._members}
         try:
-            found = self._self.children(recursive=True)
+            children = self._self.children(recursive=True)
         except psutil.Error:
-            found = []
+            children = []
         # Keep the old objects, which hold their previous readings.
-        self._members = [self._self, *(_same(known.get(one.pid), one) for one in found)]
+        self._members = [self._self, *(_same(previous.get(child.pid), child) for child in children)]
 
     def memory_bytes(self) -> int:
         """Resident memory; pages that processes share (tensors passed between them) count once."""
@@ -76,7 +76,7 @@ class CpuProbe:
         self._all: tuple[float, float] | None = None
 
     def shares(self) -> tuple[float | None, float | None]:
-        """By all programs, and by this one with its children."""
+        """Return the share of all programs, and that of this one with its children."""
         times = psutil.cpu_times()
         # Guest times are part of user's; waiting for a disk counts as idle.
         total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
@@ -109,6 +109,7 @@ class CachedReading(Generic[T]):
         return self._answer
 
     def forget(self) -> None:
+        """Have the next call ask anew."""
         self._asked_at = self._clock() - self._seconds
 
 
@@ -123,11 +124,14 @@ def folder_bytes(folder: Path) -> int:
 
 
 class DiskProbe:
+    """The free space of a folder's disk, and the bytes of the folder."""
+
     def __init__(self, folder: Path, clock: Clock = monotonic) -> None:
         self._folder = folder
         self.used = CachedReading(lambda: folder_bytes(folder), DISK_SECONDS, clock)
 
     def free_bytes(self) -> int | None:
+        """Free bytes on the disk; None if they cannot be read."""
         try:
             return psutil.disk_usage(str(self._folder)).free
         except OSError:
@@ -135,7 +139,8 @@ class DiskProbe:
 
 
 def on_batteries() -> bool | None:
-    """None without a battery, or when its use is unknown."""
+    """Whether this machine runs on battery power; None without a battery, or when its use is
+    unknown."""
     try:
         battery = psutil.sensors_battery()
     except (OSError, RuntimeError, psutil.Error):

@@ -35,14 +35,15 @@ STORAGE_TIMEOUT_SECONDS = 900.0
 
 
 class Outstanding(Enum):
-    """What a worker has been asked for and has not answered."""
+    """The kind of work that a worker has been asked for and has not answered."""
 
     NOTHING = auto()
     COMPUTING = auto()
     FIRST = auto()
-    """A kind of computation for the first time, perhaps among others."""
+    """A kind of computation that this worker has not answered before, perhaps among other
+    requests."""
     STORAGE = auto()
-    """Storage, perhaps among other requests, which wait behind it."""
+    """Reading or writing of the state, perhaps among other requests, which wait behind it."""
 
 
 class Liveness:

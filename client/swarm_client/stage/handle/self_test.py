@@ -20,7 +20,7 @@ MEMORY_SHARE = 0.5
 """Share of the memory on offer that is tested."""
 
 ADVICE = "Undo any overclocking, and check the cooling and the memory"
-"""What a person can do about a fault, as a sentence without an end."""
+"""Advice for people whose device has a fault, as a sentence without its full stop."""
 
 
 async def run_self_test(
@@ -51,18 +51,18 @@ async def run_self_test(
             child.kill()  # its machine may be needed at once
 
 
-def passed_text(found: messages.SelfTested) -> str:
-    """What a self-test without a fault has done, as part of a sentence."""
+def passed_text(result: messages.SelfTested) -> str:
+    """Describe what a self-test without a fault has done, as part of a sentence."""
     return (
-        f"{found.rounds} rounds of computing in {duration_text(found.seconds)} gave the same to "
-        f"the bit, and {memory_text(found.memory_bytes)} of memory kept their content; this "
-        f"device computes as class {found.arithmetic}"
+        f"{result.rounds} rounds of computing in {duration_text(result.seconds)} gave the same to "
+        f"the bit, and {memory_text(result.memory_bytes)} of memory kept their content; this "
+        f"device computes as class {result.arithmetic}"
     )
 
 
-def fault_error(device: Device, found: messages.SelfTested) -> MachineError:
-    """The error of a device with a fault."""
+def fault_error(device: Device, result: messages.SelfTested) -> MachineError:
+    """Return the error of a device with a fault."""
     return MachineError(
-        f"{device.id} ({device.label}) has failed its self-test: {found.fault}. {ADVICE}; "
+        f"{device.id} ({device.label}) has failed its self-test: {result.fault}. {ADVICE}; "
         "`swarm-client doctor --self-test` tests it again"
     )

@@ -31,13 +31,16 @@ class SlotPool:
             self._give.send_nowait(slot)
 
     async def take(self) -> int:
+        """Wait for a free slot."""
         return await self._take.receive()
 
     def give(self, slot: int) -> None:
+        """Return a slot to the pool; after `close` nothing happens."""
         with suppress(trio.ClosedResourceError):
             self._give.send_nowait(slot)
 
     def close(self) -> None:
+        """End the pool: callers that wait get EndOfChannel."""
         self._give.close()
 
 
@@ -58,9 +61,11 @@ class Output:
     loss_sum: float | None = None
     added: bool = False
     transcript: Transcript | None = None
-    """Of the gradient in the accumulator, if the microbatch is in it."""
+    """The transcript of the gradient in the accumulator; None for a microbatch that is not in
+    it."""
     owed: bool = False
-    """Whether the gradients of the weights are yet to be computed (`StageWorker.count_weights`)."""
+    """Whether `StageWorker.count_weights` has to follow: the gradients of the weights are not
+    computed yet."""
     _release: Callable[[], None] | None = field(default=None, repr=False)
 
     def release(self) -> None:

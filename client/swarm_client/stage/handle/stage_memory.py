@@ -39,8 +39,8 @@ def worker_allowance(
 
     CapacityError when the stage, or its payloads in flight, need more than `offer`.
     """
-    claimed, least = manifest.stages[stage].memory, least_stage_memory(manifest)[stage]
-    for needed in (claimed, least):
+    claimed, own_minimum = manifest.stages[stage].memory, least_stage_memory(manifest)[stage]
+    for needed in (claimed, own_minimum):
         if not offer.holds(needed):
             raise CapacityError(
                 f"stage {stage} needs {needed} and this machine offers {offer}; "
@@ -74,8 +74,8 @@ def host_graph_budget(manifest: Manifest, stage: StageIndex, offer: MemoryOffer)
     if offer.host_bytes is None:
         return 0
     memory, streamed = manifest.stages[stage].memory, streamed_bytes(manifest, stage, offer)
-    taken = memory.host_bytes + (streamed + memory.stream_buffer_bytes if streamed else 0)
-    return max(0, offer.host_bytes - taken)
+    stage_bytes = memory.host_bytes + (streamed + memory.stream_buffer_bytes if streamed else 0)
+    return max(0, offer.host_bytes - stage_bytes)
 
 
 def graph_budget(manifest: Manifest, stage: StageIndex, offer: MemoryOffer) -> int:

@@ -60,16 +60,16 @@ class WarmWorker:
         self._log_path = log_path
         self._child: WorkerChild | None = None
         self._awake = trio.Event()
-        self._wanted = trio.Event()
-        self._wanted.set()
+        self._spare_wanted = trio.Event()
+        self._spare_wanted.set()
         self._released = trio.Event()
 
     async def run(self) -> None:
         """Start a spare process whenever one is wanted, the first at once; own each until it has
         been used."""
         while True:
-            await self._wanted.wait()
-            self._wanted = trio.Event()
+            await self._spare_wanted.wait()
+            self._spare_wanted = trio.Event()
             async with worker_process(self._threads, self._log_path) as child:
                 self._child = child
                 self._awake.set()
@@ -78,7 +78,7 @@ class WarmWorker:
 
     async def ready(self) -> None:
         """Wait until there is a spare process, which the next caller of `process` gets."""
-        self._wanted.set()
+        self._spare_wanted.set()
         await self._awake.wait()
 
     @asynccontextmanager
@@ -90,7 +90,7 @@ class WarmWorker:
             async with worker_process(self._threads, self._log_path) as child:
                 yield child
             return
-        self._wanted = trio.Event()
+        self._spare_wanted = trio.Event()
         try:
             yield spare
         finally:

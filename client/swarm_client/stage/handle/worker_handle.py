@@ -315,15 +315,15 @@ class StageWorker:
         self._rpc.kill(f"it was ended after it had answered nothing for {silent_seconds:.0f} s")
 
     def outstanding(self) -> Outstanding:
-        """What has been asked for and is not answered."""
+        """Return the kind of work that has been asked for and is not answered."""
         pending = self._rpc.pending
         if not pending:
             return Outstanding.NOTHING
-        for one in pending:
+        for call in pending:
             # A storage request is not yet served if nothing was answered since it queued up.
-            if isinstance(one.message, _STORAGE) and one.queued_behind != self._rpc.received:
+            if isinstance(call.message, _STORAGE) and call.queued_behind != self._rpc.received:
                 return Outstanding.STORAGE
-        kinds = {type(one.message) for one in pending} - self._rpc.answered
+        kinds = {type(call.message) for call in pending} - self._rpc.answered
         return Outstanding.FIRST if kinds.intersection(_COMPUTATIONS) else Outstanding.COMPUTING
 
     async def _configure(

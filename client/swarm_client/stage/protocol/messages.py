@@ -57,7 +57,8 @@ Slot = Annotated[int, Field(ge=0, lt=65_536)]
 Microbatches = Annotated[tuple[MicrobatchIndex, ...], Field(max_length=65_536)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 SliceStops = Annotated[tuple[Bytes, ...], Field(max_length=MAX_REDUCTION_MEMBERS)]
-"""Where the slices of a part of the gradient end, one behind the other; the first begins at 0."""
+"""Ends of the slices of a part of the gradient, in elements, in group order; the first slice begins
+at 0."""
 SquaredNorm = Annotated[float, Field(ge=0)]
 
 
@@ -296,7 +297,7 @@ class StageConfigured(Numbered):
     digest: str
     arithmetic: ArithmeticClass
     streamed_bytes: Bytes = 0
-    """Of the stage's weights, those that lie in host memory."""
+    """Bytes of the stage's weights that lie in host memory."""
     own_elements: Bytes
     tied_elements: Bytes
     slots_name: str
@@ -313,7 +314,7 @@ class SelfTested(Numbered):
     memory_bytes: Bytes
     """Memory that was filled with a pattern."""
     fault: str
-    """What was found, as a sentence without an end; empty if nothing."""
+    """The fault that was found, as a sentence without its full stop; empty if there is none."""
     arithmetic: ArithmeticClass
 
 
@@ -343,9 +344,10 @@ class BackwardDone(Computed):
     added: bool
     loss_sum: Finite | None = None
     transcript: Transcript | None = None
-    """Of the gradient in the accumulator, if the microbatch is in it and was to be accumulated."""
+    """The transcript of the gradient in the accumulator, if the microbatch is in it and was to be
+    accumulated."""
     owed: bool = False
-    """Whether a RunWeights has to follow for the microbatch to be accumulated."""
+    """Whether RunWeights has to follow before the microbatch is accumulated."""
 
 
 class WeightsDone(Computed):

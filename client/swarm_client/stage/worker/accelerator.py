@@ -53,7 +53,7 @@ CHECK_SIZE = 8
 """Rows and columns of the product by which a device proves that torch has kernels for it."""
 
 COPIED_BYTES = 2**24
-"""Of one measured copy: about a matrix of a layer."""
+"""Bytes of one measured copy: about a matrix of a layer."""
 
 PRODUCT_SIZE = 2048
 """Rows and columns of a measured product, as many as tokens of a microbatch in common runs."""
@@ -96,7 +96,7 @@ class Streams(Protocol):
         """Return the stream that is being used."""
 
     def using(self, stream: Any) -> AbstractContextManager[object]:
-        """What is begun within belongs to the stream."""
+        """Return a context; what is begun within it belongs to the stream."""
 
     def used_by(self, tensor: Tensor, stream: Any) -> None:
         """Keep the tensor's memory until the stream has done what it has to do now."""
@@ -120,9 +120,10 @@ class Accelerator:
     """The processor, and base of all other kinds."""
 
     has_own_memory = False
-    """Whether its memory is not the host's."""
+    """Whether the device's memory is not the host's."""
     streams: Streams | None = None
-    """None: a copy waits until all that was begun before it is done."""
+    """The streams of the device; None where a copy waits until all that was begun before it is
+    done."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -137,7 +138,8 @@ class Accelerator:
         return "CPU"
 
     def details(self) -> str:
-        """What else tells apart devices of this kind, as part of a sentence; may be empty."""
+        """Return what else tells apart devices of this kind, as part of a sentence; may be
+        empty."""
         return ""
 
     def memory(self) -> DeviceMemory:
@@ -294,20 +296,20 @@ def accelerators() -> list[Accelerator]:
 
 def accelerator_named(name: str) -> Accelerator | None:
     """Return a device of this machine by its name; None if torch sees no such device."""
-    wanted = torch.device(name)
-    if wanted.type == PROCESSOR:
+    device = torch.device(name)
+    if device.type == PROCESSOR:
         return processor()
-    number = wanted.index or 0
-    for one in accelerators():
-        if (one.device.type, one.device.index) == (wanted.type, number):
-            return one
+    number = device.index or 0
+    for accelerator in accelerators():
+        if (accelerator.device.type, accelerator.device.index) == (device.type, number):
+            return accelerator
     return None
 
 
 def release_cached() -> None:
     """Return memory that is held for later, on the host and on every device."""
-    for one in (processor(), *accelerators()):
-        one.release_cached()
+    for accelerator in (processor(), *accelerators()):
+        accelerator.release_cached()
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -332,7 +334,7 @@ class FoundAccelerator:
     """An accelerator that has computed something, as other processes read of it."""
 
     name: str
-    """In torch's spelling."""
+    """The device's name in torch's spelling."""
     label: str
     details: str
     free_bytes: int
@@ -341,36 +343,36 @@ class FoundAccelerator:
     rates: DeviceRates | None
 
 
-def found() -> list[FoundAccelerator]:
+def describe_all() -> list[FoundAccelerator]:
     """Return this machine's accelerators. An error of torch's where one cannot compute: only a
     kernel that runs proves that this build has code for the device."""
     return [describe(one) for one in accelerators()]
 
 
-def describe(one: Accelerator) -> FoundAccelerator:
+def describe(accelerator: Accelerator) -> FoundAccelerator:
     """Compute something on a device, and return what is known of it."""
-    ones = torch.ones(CHECK_SIZE, CHECK_SIZE, device=one.device)
+    ones = torch.ones(CHECK_SIZE, CHECK_SIZE, device=accelerator.device)
     ones.matmul(ones).sum().item()
-    memory = one.memory()
+    memory = accelerator.memory()
     return FoundAccelerator(
-        str(one.device), one.label, one.details(), memory.free_bytes, memory.total_bytes,
-        one.has_own_memory, measured_rates(one),
+        str(accelerator.device), accelerator.label, accelerator.details(), memory.free_bytes,
+        memory.total_bytes, accelerator.has_own_memory, measured_rates(accelerator),
     )  # fmt: skip
 
 
 def measured_rates(
-    one: Accelerator, clock: Callable[[], float] = time.perf_counter
+    accelerator: Accelerator, clock: Callable[[], float] = time.perf_counter
 ) -> DeviceRates | None:
     """Measure how fast a device copies and multiplies. None for a device that copies nothing beside
     its computations, or where that fails."""
-    streams = one.streams
+    streams = accelerator.streams
     if streams is None:
         return None
     try:
         return DeviceRates(
-            COPIED_BYTES / _seconds(_copies_both_ways(one, streams), one, clock),
+            COPIED_BYTES / _seconds(_copies_both_ways(accelerator, streams), accelerator, clock),
             *(
-                2 * PRODUCT_SIZE**3 / _seconds(_product(one, dtype), one, clock)
+                2 * PRODUCT_SIZE**3 / _seconds(_product(accelerator, dtype), accelerator, clock)
                 for dtype in (torch.float32, torch.bfloat16)
             ),
         )
@@ -378,44 +380,48 @@ def measured_rates(
         return None
 
 
-def _copies_both_ways(one: Accelerator, streams: Streams) -> Callable[[], None]:
+def _copies_both_ways(accelerator: Accelerator, streams: Streams) -> Callable[[], None]:
     """Return what begins a copy of `COPIED_BYTES` in each direction."""
     host = [streams.pinned(COPIED_BYTES) for _ in range(2)]
-    there = [torch.zeros(COPIED_BYTES, dtype=torch.uint8, device=one.device) for _ in range(2)]
+    on_device = [
+        torch.zeros(COPIED_BYTES, dtype=torch.uint8, device=accelerator.device) for _ in range(2)
+    ]
     up, down = streams.stream(), streams.stream()
-    one.synchronise()
+    accelerator.synchronise()
 
     def copy() -> None:
         with streams.using(up):
-            there[0].copy_(host[0], non_blocking=True)
+            on_device[0].copy_(host[0], non_blocking=True)
         with streams.using(down):
-            host[1].copy_(there[1], non_blocking=True)
+            host[1].copy_(on_device[1], non_blocking=True)
 
     return copy
 
 
-def _product(one: Accelerator, dtype: torch.dtype) -> Callable[[], Tensor]:
+def _product(accelerator: Accelerator, dtype: torch.dtype) -> Callable[[], Tensor]:
     """Return what begins a product of two matrices."""
-    ones = torch.ones(PRODUCT_SIZE, PRODUCT_SIZE, dtype=dtype, device=one.device)
+    ones = torch.ones(PRODUCT_SIZE, PRODUCT_SIZE, dtype=dtype, device=accelerator.device)
     return lambda: ones @ ones
 
 
-def _seconds(begin: Callable[[], object], one: Accelerator, clock: Callable[[], float]) -> float:
+def _seconds(
+    begin: Callable[[], object], accelerator: Accelerator, clock: Callable[[], float]
+) -> float:
     """Return the seconds that a device takes for what a call begins, the first call apart, in which
     kernels are loaded."""
     begin()
-    one.synchronise()
+    accelerator.synchronise()
     calls = 1
     while True:
         began = clock()
         for _ in range(calls):
             begin()
-        one.synchronise()
-        taken = clock() - began
-        if taken >= ROUND_SECONDS:
-            return taken / calls
+        accelerator.synchronise()
+        duration = clock() - began
+        if duration >= ROUND_SECONDS:
+            return duration / calls
         calls *= 2
 
 
 if __name__ == "__main__":
-    print(json.dumps([asdict(one) for one in found()]), flush=True)
+    print(json.dumps([asdict(one) for one in describe_all()]), flush=True)

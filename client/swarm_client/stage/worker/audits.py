@@ -47,20 +47,22 @@ SMALLEST_NORM = 1e-30
 
 @dataclass(frozen=True, slots=True)
 class AuditedTensors:
-    """What one microbatch gives, in host memory, flat."""
+    """The results of one microbatch, each as a flat tensor in host memory."""
 
     output_N: Tensor  # noqa: N815
-    """Before it is encoded, in the model's dtype; empty on the last stage."""
+    """The output before it is encoded, in the model's dtype; empty on the last stage."""
     input_gradient_N: Tensor  # noqa: N815
-    """Before it is encoded, in the model's dtype; empty on stage 0."""
+    """The gradient of the input before it is encoded, in the model's dtype; empty on stage 0."""
     gradient_P: Tensor  # noqa: N815
-    """As it is counted, in float32."""
+    """The gradient of the parameters as it is counted, in float32."""
 
     def __iter__(self) -> Iterator[Tensor]:
-        """In the order of a file: each begins where its dtype can."""
+        """Yield the tensors in the order of a file, in which each begins at a multiple of its
+        element size."""
         return iter((self.gradient_P, self.output_N, self.input_gradient_N))
 
     def joined(self) -> bytes:
+        """Return the content of a file with these tensors."""
         return b"".join(part.view(torch.uint8).numpy().tobytes() for part in self)
 
 
@@ -113,7 +115,7 @@ class AuditRunner:
             raise RequestFailed("storage", f"{path} cannot be written: {error.strerror}") from error
 
     def _sent(self, step: Step, kept: KeptMicrobatch, tensors: KeptTensors) -> bytes:
-        """What is sent on or back of a microbatch, as it crosses the wire."""
+        """Return what this stage sends of a microbatch, onwards or back, as it crosses the wire."""
         runner = self._runner
         parameter_set = runner.open_parameter_set(step)
         slot = memoryview(bytearray(self._sizes.slot_bytes))
@@ -139,17 +141,21 @@ class AuditRunner:
         content = _read(inputs)
         size = self._sizes.request_bytes
         kept = KeptMicrobatch(bytearray(content[:size]), bytearray(content[size:]))
-        own, loss_sum = self._computed(step, kept)
-        transcript = self._transcript(kept, own)
+        own_tensors, loss_sum = self._computed(step, kept)
+        transcript = self._transcript(kept, own_tensors)
         distance = None
-        other = None if computed is None else self._cut(_read(computed))
-        if other is not None and claimed is not None and self._fits(kept, other, claimed):
-            distance = max(map(_relative, other, own))
-        sums = () if secret is None else self._sums(own.gradient_P, secret)
+        claimed_tensors = None if computed is None else self._cut(_read(computed))
+        if (
+            claimed_tensors is not None
+            and claimed is not None
+            and self._fits(kept, claimed_tensors, claimed)
+        ):
+            distance = max(map(_relative, claimed_tensors, own_tensors))
+        sums = () if secret is None else self._sums(own_tensors.gradient_P, secret)
         return AuditDone(transcript=transcript, loss_sum=loss_sum, distance=distance, sums=sums)
 
     def _fits(self, kept: KeptMicrobatch, tensors: AuditedTensors, claimed: Transcript) -> bool:
-        """Whether these are the tensors that a peer has sent, as its transcript says."""
+        """Whether these tensors have the digests in the transcript that a peer claims."""
         try:
             return self._transcript(kept, tensors) == claimed
         except CodecError:
@@ -161,10 +167,10 @@ class AuditRunner:
         if self._runner.parameter_sets.quantum is None:
             return ()
         counts_P = gradient_P.numpy()
-        own = self._runner.layout.own_count
-        parts = [("own", counts_P[:own])]
+        own_count = self._runner.layout.own_count
+        parts = [("own", counts_P[:own_count])]
         if self._runner.layout.tied_count:
-            parts.append(("tied", counts_P[own:]))
+            parts.append(("tied", counts_P[own_count:]))
         seeds = [check_seed(secret, number) for number in range(CHECKS_PER_SECRET)]
         return tuple(
             tuple(to_text(DigestKey(seed, name).digest(part_P)) for seed in seeds)
@@ -172,7 +178,7 @@ class AuditRunner:
         )
 
     def _computed(self, step: Step, kept: KeptMicrobatch) -> tuple[AuditedTensors, float | None]:
-        """What the microbatch gives here, and the loss on the last stage."""
+        """Compute the microbatch here; return its tensors, and the loss on the last stage."""
         runner = self._runner
         result = runner.compute_again(runner.open_parameter_set(step), kept)
         dtype = DTYPES[runner.manifest.training.dtype]
@@ -228,9 +234,9 @@ class AuditRunner:
         )
 
 
-def _relative(other: Tensor, own: Tensor) -> float:
-    """The relative L2 distance; the largest number for what is not finite."""
-    difference = float((other.double() - own.double()).norm())
+def _relative(claimed: Tensor, own: Tensor) -> float:
+    """The relative L2 distance of `claimed` from `own`; MAX_MAGNITUDE for what is not finite."""
+    difference = float((claimed.double() - own.double()).norm())
     distance = difference / max(float(own.double().norm()), SMALLEST_NORM)
     return distance if distance <= MAX_MAGNITUDE else MAX_MAGNITUDE
 

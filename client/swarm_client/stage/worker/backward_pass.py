@@ -21,7 +21,7 @@ class Graph:
     recomputed_layers: int = 0
     offloaded_layers: int = 0
     tape: WeightTape | None = None
-    """None where the backward pass cannot be split."""
+    """The tape of the weights' products; None where the backward pass cannot be split."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class ParameterGradients:
 
     parameters: list[Tensor]
     direct: dict[int, Tensor]
-    """By the parameter's `id`, those that are not on the tape."""
+    """The gradients of the parameters that are not on the tape, by the parameter's `id`."""
     tape: WeightTape | None
 
     @property
@@ -63,17 +63,17 @@ def differentiate(
     tape = graph.tape
     if tape is not None:
         tape.weights = weights
-    direct = [one for one in parameters if tape is None or one not in tape]
-    wanted = direct if graph.entry is None else [graph.entry, *direct]
-    if not parameters and not wanted:
+    direct = [parameter for parameter in parameters if tape is None or parameter not in tape]
+    inputs = direct if graph.entry is None else [graph.entry, *direct]
+    if not parameters and not inputs:
         return None, ParameterGradients([], {}, tape)
-    if not wanted:
+    if not inputs:
         # All are on the tape: the backward pass ends at it, and leaves nothing in a `grad`.
         torch.autograd.backward(graph.output, output_gradient)
         while_computing()
         return None, ParameterGradients(parameters, {}, tape)
-    found = list(torch.autograd.grad(graph.output, wanted, output_gradient))
+    gradients = list(torch.autograd.grad(graph.output, inputs, output_gradient))
     while_computing()
-    input_gradient = None if graph.entry is None else found.pop(0)
-    by_parameter = dict(zip(map(id, direct), found, strict=True))
+    input_gradient = None if graph.entry is None else gradients.pop(0)
+    by_parameter = dict(zip(map(id, direct), gradients, strict=True))
     return input_gradient, ParameterGradients(parameters, by_parameter, tape)

@@ -25,16 +25,16 @@ compiler."""
 
 def backend_from_environment() -> str | None:
     """The backend that the environment selects; None for no compilation."""
-    wanted = os.environ.get(COMPILE_VARIABLE, "")
-    if wanted in ("", "0"):
+    value = os.environ.get(COMPILE_VARIABLE, "")
+    if value in ("", "0"):
         return None
-    if wanted == "1":
+    if value == "1":
         return BACKENDS[0]
-    if wanted not in BACKENDS:
+    if value not in BACKENDS:
         raise ConfigurationError(
-            f"{COMPILE_VARIABLE} is {wanted!r}; give 1, 0, or one of {', '.join(BACKENDS)}"
+            f"{COMPILE_VARIABLE} is {value!r}; give 1, 0, or one of {', '.join(BACKENDS)}"
         )
-    return wanted
+    return value
 
 
 def compile_layers(stage: Stage, backend: str) -> None:

@@ -97,7 +97,7 @@ class ComputeLoop:
         try:
             while self._drain():
                 request = self._waiting.take(memory_short=self._runner.graphs.is_short)
-                begun = self._clock()
+                began_at = self._clock()
                 self._computing = request.request
                 answer = _answer(request, self._compute)
                 while _lacked_memory(answer) and self._runner.graphs.keep_less():
@@ -105,7 +105,7 @@ class ComputeLoop:
                     answer = _answer(request, self._compute)
                 self._computing = None
                 self._send(answer)
-                self._duty.computed(self._clock() - begun)
+                self._duty.computed(self._clock() - began_at)
         except LinkClosed:
             return
 
@@ -129,11 +129,11 @@ class ComputeLoop:
                 case messages.Discard():
                     self._discard(message.request)
                 case _:
-                    begun = self._clock()
+                    began_at = self._clock()
                     self._answer_hashed()
                     self._link.send(_answer(message, self._control))
                     if isinstance(message, _COMPUTING_CONTROLS):
-                        self._duty.add_work(self._clock() - begun)
+                        self._duty.add_work(self._clock() - began_at)
         return True
 
     def _send(self, answer: Numbered) -> None:
@@ -406,10 +406,10 @@ def _full_memory() -> str:
 
 
 def _selected(name: str) -> Accelerator:
-    """The device with this name, selected. RequestFailed: device."""
+    """Select the device with this name and return it. RequestFailed (device) if torch sees none."""
     accelerator = accelerator_named(name)
     if accelerator is None:
-        seen = ", ".join(str(one.device) for one in accelerators()) or "no accelerator"
+        seen = ", ".join(str(present.device) for present in accelerators()) or "no accelerator"
         raise RequestFailed(
             "device",
             f"the device {name} is not there: this machine's torch sees {seen}; choose another "

@@ -34,11 +34,12 @@ class DutyCycle:
         self._owed_seconds += seconds * self._rest_per_second
 
     def computed(self, seconds: float) -> None:
-        own = seconds * self._rest_per_second
-        self._owed_seconds += own
-        rest = min(self._owed_seconds, MAX_REST_FACTOR * own)
-        self._owed_seconds -= rest
-        self._rest_ends_at = self._clock() + rest
+        """Begin the rest after a computation that took so many seconds, with rest still owed."""
+        required_rest = seconds * self._rest_per_second
+        self._owed_seconds += required_rest
+        rest_seconds = min(self._owed_seconds, MAX_REST_FACTOR * required_rest)
+        self._owed_seconds -= rest_seconds
+        self._rest_ends_at = self._clock() + rest_seconds
 
     def rest_seconds(self) -> float:
         """Seconds until the next computation may begin."""

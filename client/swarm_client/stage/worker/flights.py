@@ -45,7 +45,7 @@ class InFlight:
     microbatch: MicrobatchIndex
     accumulate: bool
     digests: Digests | None
-    """If it is to be accumulated."""
+    """The digests of what is exchanged; None for a microbatch that is not to be accumulated."""
     wire_inputs: bytearray
     """The inputs as they came, if it is to be accumulated."""
     inputs: MicrobatchInput | None
@@ -76,7 +76,8 @@ class CountedWeights:
         self._hashing = hashing
 
     def is_hashed(self, wait_seconds: float = 0.0) -> bool:
-        """Whether `transcript` returns at once, now or within this time."""
+        """Whether the gradient is hashed, now or within `wait_seconds`; `transcript` then returns
+        at once."""
         return self._hashing is None or bool(wait((self._hashing,), wait_seconds).done)
 
     def transcript(self) -> Transcript | None:

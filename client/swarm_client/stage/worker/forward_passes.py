@@ -58,8 +58,8 @@ class ForwardPasses:
         self._streams_weights = parameter_sets.weights is not None
         self._offload: GraphOffload | None = None
         if accelerator.streams is not None and graphs.host_bytes:
-            stages = [each.stage for each in parameter_sets]
-            permanent = [one for s in stages for one in (*s.parameters(), *s.buffers())]
+            stages = [parameter_set.stage for parameter_set in parameter_sets]
+            permanent = [tensor for s in stages for tensor in (*s.parameters(), *s.buffers())]
             self._offload = GraphOffload(accelerator.device, accelerator.streams, permanent)
 
     def run(

@@ -104,7 +104,7 @@ class GraphMemory:
         return graphs_bytes + owed_bytes
 
     def _graphs(self) -> list[Graph]:
-        return [one.graph for one in self._in_flight.values() if one.graph is not None]
+        return [flight.graph for flight in self._in_flight.values() if flight.graph is not None]
 
     def offloaded_of(self, not_kept: int) -> int:
         """Return how many of so many first layers should wait in host memory instead of being
@@ -114,9 +114,9 @@ class GraphMemory:
         sizes = self.measured
         waiting = sum(graph.offloaded_layers for graph in self._graphs())
         room = self.host_bytes // max(1, sizes.layer_bytes) - waiting
-        found = min(self._copied_layers(self.seconds, sizes.layers, not_kept), room)
-        fits = sizes.working_bytes(not_kept - found, found) <= self.room_bytes()
-        return found if found > 0 and fits else 0
+        offloaded = min(self._copied_layers(self.seconds, sizes.layers, not_kept), room)
+        fits = sizes.working_bytes(not_kept - offloaded, offloaded) <= self.room_bytes()
+        return offloaded if offloaded > 0 and fits else 0
 
     @staticmethod
     @cache
@@ -142,9 +142,11 @@ class GraphMemory:
     def layers_to_recompute(self) -> int | None:
         """Return the fewest layers that must be computed again for a further graph to fit; None if
         no number does."""
-        others = [(graph.recomputed_layers, graph.offloaded_layers) for graph in self._graphs()]
+        graphs_in_flight = [
+            (graph.recomputed_layers, graph.offloaded_layers) for graph in self._graphs()
+        ]
         budget_bytes = self.budget_bytes if self._may_copy() else None
-        return self.sizes.recomputed_beside(self.room_bytes(), others, budget_bytes)
+        return self.sizes.recomputed_beside(self.room_bytes(), graphs_in_flight, budget_bytes)
 
     def _may_copy(self) -> bool:
         """Whether all layers of two microbatches could wait in host memory, and should rather than
@@ -162,8 +164,8 @@ class GraphMemory:
         tape, sizes = graph.tape, self.sizes
         if tape is None or tape.only_of_host:
             return False
-        others_bytes = sum(one.nbytes for one in parameters if one not in tape)
-        return self.room_bytes() >= sizes.working_bytes() + sizes.graph_bytes() + others_bytes
+        direct_bytes = sum(parameter.nbytes for parameter in parameters if parameter not in tape)
+        return self.room_bytes() >= sizes.working_bytes() + sizes.graph_bytes() + direct_bytes
 
     def keep_less(self) -> bool:
         """Keep less of graphs from now on, as memory was short; those in flight are dropped. False

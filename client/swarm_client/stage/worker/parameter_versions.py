@@ -39,10 +39,10 @@ class ParameterSet:
         self.parameters: list[Tensor] = [parameter for _, parameter in stage.all_parameters()]
         self.accumulator = Accumulator(layout, device, kept_budget_bytes, quantum, pieces)
 
-    def take_parameters(self, other: ParameterSet) -> None:
+    def take_parameters(self, source: ParameterSet) -> None:
         """Copy the other set's version into this set's own memory."""
         with torch.no_grad():
-            torch._foreach_copy_(self.parameters, other.parameters)
+            torch._foreach_copy_(self.parameters, source.parameters)
 
 
 def _copy(stage: Stage) -> Stage:
@@ -62,15 +62,15 @@ class ParameterSets:
         stage = build_stage(manifest, stage_index, device)
         stages = [stage, *(_copy(stage) for _ in range(count - 1))]
         self.weights = stream_weights(stages, streamed_bytes, accelerator)
-        """Those in host memory, if any. They leave the device before the sums take memory of
-        it."""
+        """The weights that lie in host memory, if any do. They leave the device before the sums
+        take memory of it."""
         self.layout = FlatLayout.of(stage)
         self.quantum = quantum_of(manifest)
         budget_bytes = kept_budget_bytes // count
         pieces = pieces_to_host(accelerator)
         self._parameter_sets = [
-            ParameterSet(one, self.layout, device, budget_bytes, self.quantum, pieces)
-            for one in stages
+            ParameterSet(stage_copy, self.layout, device, budget_bytes, self.quantum, pieces)
+            for stage_copy in stages
         ]
 
     @property
@@ -79,7 +79,7 @@ class ParameterSets:
         return 0 if self.weights is None else self.weights.host_bytes
 
     def change(self) -> None:
-        """To be called before any parameter changes."""
+        """Forget which weights are on the device; call this before any parameter changes."""
         if self.weights is not None:
             self.weights.forget()
 
@@ -90,13 +90,14 @@ class ParameterSets:
         """The steps that can be worked on; the first of them is applied next."""
         return range(version + 1, version + 1 + len(self._parameter_sets))
 
-    def of(self, step: Step) -> ParameterSet:
+    def for_step(self, step: Step) -> ParameterSet:
+        """Return the set with which a step is computed, in whose accumulator it is counted."""
         return self._parameter_sets[step % len(self._parameter_sets)]
 
     def newest(self, version: Version) -> ParameterSet:
         """The set that holds `version`, if that is the newest version."""
-        return self.of(Step(version + len(self._parameter_sets)))
+        return self.for_step(Step(version + len(self._parameter_sets)))
 
     def previous(self, version: Version) -> ParameterSet | None:
         """The set that holds the version before; None where the state does not need it."""
-        return self.of(Step(version + 1)) if len(self._parameter_sets) > 1 else None
+        return self.for_step(Step(version + 1)) if len(self._parameter_sets) > 1 else None

@@ -25,11 +25,13 @@ from swarm_shared.run.model_config import ModelConfig
 
 HIDDEN_SIZE = 256
 ACCELERATOR_HIDDEN_SIZE = 1024
-"""Of a round's work, which takes some hundredths of a second on the processor or an accelerator."""
+"""Hidden size of the work in a round on an accelerator, where it takes some hundredths of a second,
+as HIDDEN_SIZE does on the processor."""
 CLASS_HIDDEN_SIZE = 128
-"""Of the work whose results class a machine; every worker computes it once, in some 20 ms."""
+"""Hidden size of the work whose results class a machine. Every worker computes it once, in some 20
+ms."""
 CLASS_BYTES = 4
-"""Of a class's name, which people compare."""
+"""Length of a class's name in bytes. People compare these names."""
 LAYERS = 2
 SEQUENCES = 8
 POSITIONS = 64
@@ -76,8 +78,8 @@ def run_self_test(
     while not fault and (rounds < 2 or clock() - began < seconds):
         round_began = clock()
         rounds += 1
-        found = difference(expected, work.compute()) or pattern.check_some()
-        fault = found and f"in round {rounds} {found}"
+        problem = difference(expected, work.compute()) or pattern.check_some()
+        fault = problem and f"in round {rounds} {problem}"
         duty.computed(clock() - round_began)
         time.sleep(duty.rest_seconds())
     arithmetic = arithmetic_class(accelerator)
@@ -121,7 +123,7 @@ class FixedWork:
         self._output_gradient = torch.randn(shape, generator=generator).to(device)
 
     def on_processor(self) -> FixedWork:
-        """The same work for the processor."""
+        """Return the same work for the processor."""
         return FixedWork(processor().device, self._hidden_size)
 
     def compute(self) -> Tensors:
@@ -133,28 +135,28 @@ class FixedWork:
             output, [entry, *(parameter for _, parameter in parameters)], self._output_gradient
         )
         names = ("the input", *(name for name, _ in parameters))
-        found = {
+        named_gradients = {
             f"the gradient of {name}": gradient
             for name, gradient in zip(names, gradients, strict=True)
         }
-        return {"the output": output.detach(), **found}
+        return {"the output": output.detach(), **named_gradients}
 
 
-def difference(expected: Tensors, found: Tensors) -> str:
+def difference(expected: Tensors, computed: Tensors) -> str:
     """The first tensor that is not the same to the bit, as part of a sentence; empty if none."""
     for name, tensor in expected.items():
-        if not torch.equal(tensor, found[name]):
-            count = int((tensor != found[name]).sum())
+        if not torch.equal(tensor, computed[name]):
+            count = int((tensor != computed[name]).sum())
             return (
                 f"{name} differed from the first round's in {count:,} of {tensor.numel():,} values"
             )
     return ""
 
 
-def distant(reference_tensors: Tensors, found: Tensors) -> str:
+def distant(reference_tensors: Tensors, tensors: Tensors) -> str:
     """The first tensor that is too far from the processor's, as a sentence; empty if none is."""
     for name, reference in reference_tensors.items():
-        distance = float((found[name].cpu().double() - reference.double()).norm())
+        distance = float((tensors[name].cpu().double() - reference.double()).norm())
         relative = distance / float(reference.double().norm())
         if not relative <= ACCELERATOR_TOLERANCE:
             return f"{name} was at a relative distance of {relative:.2g} from the processor's"
@@ -172,16 +174,17 @@ class MemoryPattern:
         words = torch.randint(-(2**63), 2**63 - 1, (CHUNK_WORDS,), generator=generator)
         self._words = words.to(device)
         self._chunks: list[Tensor] = []
-        self._most = memory_bytes // (CHUNK_WORDS * WORD_BYTES)
+        self._max_chunks = memory_bytes // (CHUNK_WORDS * WORD_BYTES)
         self._checked = 0
 
     @property
     def nbytes(self) -> int:
+        """The bytes of memory that are filled."""
         return len(self._chunks) * CHUNK_WORDS * WORD_BYTES
 
     def fill(self, go_on: Callable[[], bool]) -> None:
         """Take memory up to the size, or until `go_on` says no."""
-        while len(self._chunks) < self._most and go_on():
+        while len(self._chunks) < self._max_chunks and go_on():
             self._chunks.append(self._content(len(self._chunks), flipped=False))
 
     def check_some(self) -> str:

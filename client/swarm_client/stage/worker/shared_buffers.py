@@ -55,6 +55,7 @@ class WorkerMemory:
         return self.slots.buffer[start : start + nbytes]
 
     def unlink(self) -> None:
+        """Remove the names of the shared memory, which lives on as long as a process uses it."""
         for segment in self.segments:
             segment.unlink()
 

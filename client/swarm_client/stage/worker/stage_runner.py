@@ -71,11 +71,14 @@ class BackwardResult:
     added: bool
     loss_sum: float | None = None
     digests: Digests | None = None
-    """Of what was exchanged so far, if it was accumulated."""
-    known: Transcript | None = None
-    """If it was in the accumulator already: the transcript of what is in it."""
+    """The digests of what was exchanged so far; None if this call accumulates nothing of the
+    microbatch, now or later."""
+    counted_transcript: Transcript | None = None
+    """The transcript of what the accumulator holds of this microbatch already, if it was added
+    before."""
     owed: OwedWeights | None = None
-    """If it is to be accumulated later."""
+    """The gradients that are still to be computed before the microbatch is accumulated; None if
+    there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +161,7 @@ class StageRunner:
     @property
     def accumulator(self) -> Accumulator:
         """The accumulator of the step that is applied next."""
-        return self.parameter_sets.of(Step(self.version + 1)).accumulator
+        return self.parameter_sets.for_step(Step(self.version + 1)).accumulator
 
     @property
     def copies_while_computing(self) -> bool:
@@ -256,7 +259,7 @@ class StageRunner:
         self, flight: InFlight, inputs: MicrobatchInput, output_gradient: Tensor,
         kept: KeptMicrobatch,
     ) -> BackwardResult:  # fmt: skip
-        parameter_set = self.parameter_sets.of(flight.step)
+        parameter_set = self.parameter_sets.for_step(flight.step)
         graph, flight.graph = flight.graph, None
         if graph is None:
             graph = self._passes.now(parameter_set, inputs)
@@ -291,7 +294,7 @@ class StageRunner:
         """
         digests = result.digests
         if digests is None:
-            return result.known
+            return result.counted_transcript
         digests.input_gradient = "" if wire is None else wire_digest(wire)
         if result.owed is not None:
             self._owed[request] = result.owed
@@ -299,7 +302,7 @@ class StageRunner:
         return self._record(digests)
 
     def _record(self, digests: Digests) -> Transcript:
-        accumulator = self.parameter_sets.of(digests.step).accumulator
+        accumulator = self.parameter_sets.for_step(digests.step).accumulator
         transcript = accumulator.transcripts[digests.microbatch] = digests.transcript()
         return transcript
 
@@ -326,10 +329,10 @@ class StageRunner:
 
     def _count(self, computation: int, owed: OwedWeights) -> CountedWeights:
         digests = owed.digests
-        accumulator = self.parameter_sets.of(digests.step).accumulator
+        accumulator = self.parameter_sets.for_step(digests.step).accumulator
         if not accumulator.contents.wants(digests.microbatch, accumulate=True):
-            known = accumulator.transcripts.get(digests.microbatch)
-            return CountedWeights(added=False, transcribe=lambda: known)
+            counted_transcript = accumulator.transcripts.get(digests.microbatch)
+            return CountedWeights(added=False, transcribe=lambda: counted_transcript)
         gradients = self._computed(owed.gradients)
         if accumulator.can_hash_in_background(gradients):
             return self._count_in_background(computation, owed, gradients)
@@ -343,7 +346,7 @@ class StageRunner:
         # The gradients become counts: they cannot be added again after a lack of memory.
         del self._owed[computation]
         digests = owed.digests
-        accumulator = self.parameter_sets.of(digests.step).accumulator
+        accumulator = self.parameter_sets.for_step(digests.step).accumulator
         hashing = accumulator.add_hashed_in_background(digests.microbatch, gradients, owed.kept)
 
         def transcribe() -> Transcript:
@@ -389,21 +392,21 @@ class StageRunner:
         if step not in self.parameter_sets.open_steps(self.version):
             return False
         self.finish_hashing()
-        parameter_set = self.parameter_sets.of(step)
+        parameter_set = self.parameter_sets.for_step(step)
         accumulator = parameter_set.accumulator
         removal = accumulator.contents.removal(microbatches)
         if removal is None:
             return False
         accumulator.subtract(
             removal,
-            (self.compute_again(parameter_set, one).gradients for one in removal.recompute),
+            (self.compute_again(parameter_set, kept).gradients for kept in removal.recompute),
         )
         return True
 
     def reset_step(self, step: Step) -> None:
         """Empty the step's accumulator and drop what is in flight of it; other steps continue."""
         self.finish_hashing()
-        self.parameter_sets.of(step).accumulator.reset()
+        self.parameter_sets.for_step(step).accumulator.reset()
         for number in [n for n, flight in self._in_flight.items() if flight.step == step]:
             del self._in_flight[number]
         for number in [n for n, owed in self._owed.items() if owed.digests.step == step]:
@@ -435,7 +438,7 @@ class StageRunner:
                 f"this worker has parameters of version {self.version} and works on step "
                 f"{' and '.join(map(str, steps))}, not {step}",
             )
-        return self.parameter_sets.of(step)
+        return self.parameter_sets.for_step(step)
 
     def closing_parameter_set(self, step: Step) -> ParameterSet:
         """The parameter set of the step that is applied next, the only one that can close."""
@@ -445,7 +448,7 @@ class StageRunner:
                 f"this worker has parameters of version {self.version} and can close step "
                 f"{self.version + 1}, not {step}",
             )
-        return self.parameter_sets.of(step)
+        return self.parameter_sets.for_step(step)
 
     def _forward_backward(
         self, parameter_set: ParameterSet, microbatch: MicrobatchIndex, accumulate: bool, inputs:
@@ -474,8 +477,8 @@ class StageRunner:
         if digests is None or not accumulator.contents.wants(microbatch, accumulate):
             self.finish_hashing()
             input_gradient, _ = self._differentiate(graph, output_gradient, [], Weights.NEVER)
-            known = accumulator.transcripts.get(microbatch) if accumulate else None
-            return BackwardResult(input_gradient, False, known=known)
+            transcript = accumulator.transcripts.get(microbatch) if accumulate else None
+            return BackwardResult(input_gradient, False, counted_transcript=transcript)
         parameters = parameter_set.parameters
         weights = Weights.LATER if self.graphs.may_owe(graph, parameters) else Weights.NOW
         input_gradient, gradients = self._differentiate(graph, output_gradient, parameters, weights)
@@ -499,7 +502,8 @@ class StageRunner:
         return input_gradient, gradients
 
     def _computed(self, gradients: ParameterGradients) -> list[Tensor]:
-        """All gradients of the parameters, checked for finiteness."""
+        """Return all gradients of the parameters; RequestFailed (not_finite) unless all are
+        finite."""
         computed = gradients.computed()
         self.while_computing()
         self._check_finite(computed)

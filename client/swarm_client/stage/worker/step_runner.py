@@ -52,6 +52,7 @@ class StepRunner:
         self._optimizer = make_optimizer(runner.stage, runner.manifest.optimizer)
 
     def fingerprint(self) -> Fingerprint:
+        """Return the fingerprint of the stage's parameters and optimizer state."""
         return fingerprint(self._runner.stage, self._optimizer)
 
     def prepare_round(self, step: Step, gradients: Tensor) -> tuple[MicrobatchIndex, ...]:
@@ -61,6 +62,7 @@ class StepRunner:
         return accumulator.contents.microbatches()
 
     def norm(self, step: Step, step_tokens: int, result: Tensor) -> NormComputed:
+        """Return the squared norms of the mean gradient's two parts, from the sums in `result`."""
         self._runner.closing_parameter_set(step)
         if not is_finite(result):
             return NormComputed(own_squared=0.0, tied_squared=0.0, finite=False)

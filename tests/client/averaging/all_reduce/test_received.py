@@ -54,9 +54,9 @@ def test_what_a_reducer_received_has_the_digests_of_what_the_members_put_in(
 
 def test_only_rounds_whose_sums_are_exact_and_of_several_members_are_kept() -> None:
     exact = RoundSpec("r/1/1/0", (A, B), A, 10, codec="exact")
-    assert ReceivedPieces.of(exact) is not None
-    assert ReceivedPieces.of(RoundSpec("r/1/1/0", (A, B), A, 10, codec="float16")) is None
-    assert ReceivedPieces.of(RoundSpec("r/1/1/0", (A,), A, 10, codec="exact")) is None
+    assert ReceivedPieces.for_round(exact) is not None
+    assert ReceivedPieces.for_round(RoundSpec("r/1/1/0", (A, B), A, 10, codec="float16")) is None
+    assert ReceivedPieces.for_round(RoundSpec("r/1/1/0", (A,), A, 10, codec="exact")) is None
 
 
 def test_a_sum_beyond_what_honest_parts_make_names_its_reducer(run: Any) -> None:

@@ -154,7 +154,7 @@ def test_the_door_finds_devices_by_name_and_describes_them(
     assert door.accelerator_named(f"{kind}:0") is fake
     assert door.accelerator_named(f"{kind}:1") is None
     assert door.accelerator_named("cpu") is not None
-    (found,) = door.found()
+    (found,) = door.describe_all()
     assert (found.name, found.label) == (f"{kind}:0", f"fake {kind}")
     assert found.has_own_memory is (kind != "mps")
     assert (found.rates is None) is (kind == "mps")

@@ -295,12 +295,12 @@ def test_taking_out_and_emptying_concern_one_step_and_the_version_it_is_computed
         if index != 1:
             without.microbatch(3, index)
     for runner, other in zip(pipeline.runners, without.runners, strict=True):
-        before = runner.parameter_sets.of(Step(2)).accumulator.totals()
+        before = runner.parameter_sets.for_step(Step(2)).accumulator.totals()
         assert runner.uncommit(Step(3), (MicrobatchIndex(1),))
-        ours, expected = (r.parameter_sets.of(Step(3)).accumulator for r in (runner, other))
+        ours, expected = (r.parameter_sets.for_step(Step(3)).accumulator for r in (runner, other))
         assert ours.contents.microbatches() == expected.contents.microbatches() == (0, 2)
         torch.testing.assert_close(ours.totals(), expected.totals(), rtol=1e-4, atol=1e-5)
-        assert torch.equal(runner.parameter_sets.of(Step(2)).accumulator.totals(), before)
+        assert torch.equal(runner.parameter_sets.for_step(Step(2)).accumulator.totals(), before)
     pipeline.close(2)
     without.close(2)
     pipeline.microbatch(3, 1)
@@ -308,7 +308,7 @@ def test_taking_out_and_emptying_concern_one_step_and_the_version_it_is_computed
     for runner, other in zip(pipeline.runners, without.runners, strict=True):
         assert runner.uncommit(Step(3), (MicrobatchIndex(0), MicrobatchIndex(1)))
         assert other.uncommit(Step(3), (MicrobatchIndex(0),))
-        ours, expected = (r.parameter_sets.of(Step(3)).accumulator for r in (runner, other))
+        ours, expected = (r.parameter_sets.for_step(Step(3)).accumulator for r in (runner, other))
         torch.testing.assert_close(ours.totals(), expected.totals(), rtol=1e-4, atol=1e-5)
         runner.reset_step(Step(4))
         assert ours.contents.microbatches() == (2,)

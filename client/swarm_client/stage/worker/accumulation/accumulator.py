@@ -43,6 +43,8 @@ class KeptMicrobatch:
 
 
 class Accumulator:
+    """The sum of the gradients of a step, with the microbatches that are in it."""
+
     def __init__(
         self, layout: FlatLayout, device: torch.device, kept_budget_bytes: int,
         quantum: Quantum | None = None, pieces: PiecesToHost | None = None,
@@ -50,7 +52,7 @@ class Accumulator:
         self.contents: AccumulatedSet[KeptMicrobatch] = AccumulatedSet(kept_budget_bytes)
         """The microbatches in the sums."""
         self.transcripts: dict[MicrobatchIndex, Transcript] = {}
-        """What was exchanged for each of them, as long as it is in the sums."""
+        """The transcript of each microbatch in the sums."""
         self._layout = layout
         self._pieces = pieces
         self._dtype = totals_dtype(quantum)
@@ -79,11 +81,12 @@ class Accumulator:
         return digest.hex()
 
     def can_hash_in_background(self, gradients: Sequence[Tensor]) -> bool:
-        """Whether these can be hashed while the device computes: all are on a device with streams,
-        and no two share memory."""
-        if self._pieces is None or not gradients or any(one.is_cpu for one in gradients):
+        """Whether these gradients can be hashed while the device computes: all are on a device with
+        streams, and no two share memory."""
+        if self._pieces is None or not gradients or any(gradient.is_cpu for gradient in gradients):
             return False
-        return len({one.untyped_storage().data_ptr() for one in gradients}) == len(gradients)
+        addresses = {gradient.untyped_storage().data_ptr() for gradient in gradients}
+        return len(addresses) == len(gradients)
 
     def add_hashed_in_background(
         self, microbatch: MicrobatchIndex, gradients: Sequence[Tensor], kept: KeptMicrobatch
@@ -105,10 +108,10 @@ class Accumulator:
         computation fails. Without the memory to subtract them the accumulator is empty
         afterwards."""
         removed: GradientSums | None = None
-        for one in gradients:
-            if one:
+        for recomputed in gradients:
+            if recomputed:
                 removed = removed or self._sums.zeros()
-                removed.add(one)
+                removed.add(recomputed)
         if removed is not None:
             with self._whole_or_empty():
                 self._sums.subtract(removed)
@@ -129,6 +132,7 @@ class Accumulator:
             raise
 
     def reset(self) -> None:
+        """Empty the accumulator: its sums, the microbatches in them, and their transcripts."""
         self._sums.clear()
         self.contents.clear()
         self.transcripts.clear()

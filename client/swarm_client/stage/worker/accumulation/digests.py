@@ -22,10 +22,10 @@ from swarm_shared.model.fixed_point_sums import Quantum
 
 
 class GradientDigest:
-    """Of the pieces of one microbatch's gradient, in the order of the parameters.
+    """The digest of the pieces of one microbatch's gradient, in the order of the parameters.
 
-    Hashed by as many threads as torch computes with: on a GPU, a stage's gradient is otherwise
-    computed faster than one core hashes it.
+    The pieces are hashed by as many threads as torch computes with: on a GPU, a stage's gradient is
+    otherwise computed faster than one core hashes it.
     """
 
     def __init__(self, pieces: PiecesToHost | None = None, threads: int | None = None) -> None:
@@ -60,7 +60,8 @@ class GradientDigest:
 
 
 class BackgroundDigest:
-    """The same, of a gradient on a device, made while the next microbatch is computed.
+    """The digest of the pieces of one gradient on a device, made while the next microbatch is
+    computed.
 
     The host hashes a gradient in about the time in which a fast device computes one. The pieces are
     kept until they are hashed, and must not change.
@@ -83,9 +84,9 @@ class BackgroundDigest:
         digest = GradientDigest(self._pieces, threads)
         for piece in self._kept:
             digest.update(piece, computed)
-        found = digest.hex()
+        digest_hex = digest.hex()
         self._kept.clear()
-        return found
+        return digest_hex
 
 
 def counted_pieces(gradients: Iterable[Tensor], quantum: Quantum | None) -> Iterable[Tensor]:
@@ -100,9 +101,11 @@ def slice_digests(
     elements = len(vectors[0])
     if not stops or list(stops) != sorted(stops) or stops[-1] != elements:
         raise RequestFailed("bad_input", f"slices that are no partition of {elements} elements")
-    found: list[tuple[int, ...]] = []
+    per_slice: list[tuple[int, ...]] = []
     start = 0
     for stop in stops:
-        found.append(key.digests([vector[start:stop] for vector in vectors], start))
+        per_slice.append(key.digests([vector[start:stop] for vector in vectors], start))
         start = stop
-    return tuple(tuple(map(to_text, one)) for one in zip(*found, strict=True))
+    return tuple(
+        tuple(map(to_text, vector_digests)) for vector_digests in zip(*per_slice, strict=True)
+    )

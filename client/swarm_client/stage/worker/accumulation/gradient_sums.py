@@ -94,7 +94,7 @@ class CountedSums:
         self._bounds = [0.0] * len(self._views)
         """Upper bounds of the magnitudes in each view."""
         self._spilled: dict[int, Tensor] = {}
-        """By number of the parameter: counts in float64, in host memory."""
+        """Counts in float64, in host memory, by the number of the parameter."""
 
     def add(
         self, gradients: Sequence[Tensor], see: See | None = None, *, in_place: bool = False

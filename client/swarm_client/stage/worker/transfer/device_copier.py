@@ -22,6 +22,8 @@ BUFFERS = 2
 
 
 class DeviceCopier(Protocol):
+    """Copies tensors between host memory and one device."""
+
     def to_device(self, host: Tensor) -> Tensor:
         """Copy to the device; `host` may be changed as soon as this returns."""
 
@@ -58,6 +60,7 @@ class _Pinned:
     done: Event
 
     def like(self, tensor: Tensor) -> Tensor:
+        """Return a view of the buffer with the type and the shape of a tensor."""
         return self.bytes[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 

@@ -22,13 +22,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from swarm_client.stage.worker.accelerator import Accelerator, Streams
 
 ALIGNMENT_BYTES = 512
-"""Every tensor begins at a multiple of it, as in torch's own allocator: libraries may choose
-other kernels, whose sums have another order, for data that is aligned to less."""
+"""Every tensor begins at a multiple of this many bytes, as in torch's own allocator: libraries may
+choose other kernels, whose sums have another order, for data that is aligned to less."""
 
 
 @dataclass(slots=True)
 class _Place:
-    """Where a saved tensor lies in the memory of its layer; what autograd holds in place of it."""
+    """The place of a saved tensor in the memory of its layer. Autograd holds it instead of the
+    tensor."""
 
     layer: _Layer
     start: int
@@ -39,6 +40,7 @@ class _Place:
     offset: int
 
     def tensor(self) -> Tensor:
+        """Return the tensor on the device."""
         storage = self.layer.on_device()[self.start : self.start + self.nbytes].view(self.dtype)
         # An offset is counted from the beginning of the layer's memory.
         first = storage.storage_offset() + self.offset
@@ -53,16 +55,17 @@ class _Layer:
         self.before = before
         """The offloaded layer whose backward pass follows this one's."""
         self._storages: dict[int, tuple[int, Tensor]] = {}
-        """By address, as long as the layer is on the device: where its copy begins, and one tensor
-        of it."""
+        """The saved storages by address, until the layer leaves the device: the place where the
+        copy begins, in bytes, and one tensor of the storage."""
         self._nbytes = 0
         self._host: Tensor | None = None
         self._device: Tensor | None = None
-        self.gone = offload.streams.event()
+        self.copied_to_host = offload.streams.event()
         """The end of the copy to the host."""
         self._back = offload.streams.event()
 
     def save(self, tensor: Tensor) -> _Place:
+        """Keep a tensor until `send`; return its place."""
         tensor = tensor.detach()
         storage = tensor.untyped_storage()
         start, _ = self._storages.setdefault(storage.data_ptr(), (self._nbytes, tensor))
@@ -82,7 +85,7 @@ class _Layer:
             for start, tensor in self._storages.values():
                 whole = _bytes_of(tensor)
                 self._host[start : start + whole.numel()].copy_(whole, non_blocking=True)
-            self.gone.record()
+            self.copied_to_host.record()
         for _, tensor in self._storages.values():
             streams.used_by(tensor, down)
         self._storages.clear()
@@ -95,7 +98,7 @@ class _Layer:
         self._device = self._offload.nothing.new_empty(self._nbytes)
         # The memory may belong to what the device is still computing.
         up.wait_stream(streams.computing())
-        up.wait_event(self.gone)
+        up.wait_event(self.copied_to_host)
         with streams.using(up):
             self._device.copy_(self._host, non_blocking=True)
             self._back.record()
@@ -122,10 +125,10 @@ class GraphOffload:
 
     def __init__(self, device: torch.device, streams: Streams, permanent: Iterable[Tensor]) -> None:
         self.nothing = torch.empty(0, dtype=torch.uint8, device=device)
-        """Of which memory of the device is made."""
+        """An empty tensor on the device, from which memory of the device is made."""
         self.streams = streams
         self.down, self.up = streams.stream(), streams.stream()
-        self._permanent = {one.untyped_storage().data_ptr() for one in permanent}
+        self._permanent = {tensor.untyped_storage().data_ptr() for tensor in permanent}
 
     def forward_pass(self, layers: int) -> OffloadedPass:
         """Return the offload of one forward pass, of so many layers."""
@@ -141,8 +144,8 @@ class GraphOffload:
     def copy_seconds(self, accelerator: Accelerator, nbytes: int) -> float:
         """Measure a copy of so many bytes to the host and back; the slower of both."""
         seconds: list[float] = []
-        there, here = self.nothing.new_empty(nbytes), self.streams.pinned(nbytes)
-        for source, target in ((there, here), (here, there)):
+        on_device, on_host = self.nothing.new_empty(nbytes), self.streams.pinned(nbytes)
+        for source, target in ((on_device, on_host), (on_host, on_device)):
             accelerator.synchronise()
             began = time.perf_counter()
             target.copy_(source, non_blocking=True)
@@ -165,7 +168,7 @@ class OffloadedPass:
         layer = _Layer(self._offload, self._last)
         if self._last is not None and self._last.before is not None:
             # The host runs ahead of the device, and would make graphs faster than they leave.
-            self._last.before.gone.synchronize()
+            self._last.before.copied_to_host.synchronize()
 
         # The hooks live as long as the graph: they must not hold the layers behind this one.
         stays = self._offload.stays

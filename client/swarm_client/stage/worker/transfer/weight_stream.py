@@ -28,8 +28,8 @@ from swarm_shared.model import Linear, Stage
 from swarm_shared.run.stage_cut import STREAM_BUFFERS
 
 Place = tuple[bool, int, int]
-"""Whether it is a backward pass, and the `id` of the weights of the last product and of the one
-before: what the next product depends on."""
+"""A place in the order of products: whether it is in a backward pass, and the `id` of the weights
+of the last product and of the one before. The next product depends on these."""
 
 
 @dataclass(slots=True, eq=False)
@@ -45,6 +45,7 @@ class _Buffer:
     """The `id` of the weight in it; 0 for none."""
 
     def like(self, weight: Tensor) -> Tensor:
+        """Return a view of the buffer with the shape of a weight."""
         return self.elements[: weight.numel()].view(weight.shape)
 
 
@@ -85,7 +86,7 @@ class WeightStream:
         finally:
             buffer.used.record()
         # The buffer of this product is the one that must not be taken next.
-        self._buffers.sort(key=lambda one: one is buffer)
+        self._buffers.sort(key=lambda candidate: candidate is buffer)
         following = self._follows.get(self._place, 0)
         if following and self._buffer_of(following) is None:
             self._copied(following)
