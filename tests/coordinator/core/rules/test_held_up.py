@@ -385,7 +385,7 @@ def test_two_that_keep_naming_each_other_share_no_stage_any_more() -> None:
     bench.lose("a0")
     bench.attach("d0", wanted_stage=0)
     bench.tick(900.0)
-    assert bench.run.held_time.of(PeerId(LIAR)).disputes[PeerId("a0")].at(bench.now) < 31.0
+    assert bench.run.held_time.account(PeerId(LIAR)).disputes[PeerId("a0")].at(bench.now) < 31.0
 
 
 def test_who_does_not_join_the_all_reduce_is_remembered_across_steps() -> None:

@@ -47,7 +47,7 @@ def electorate(
 
 
 def candidates(run: RunState, audit: OpenAudit) -> list[PeerState]:
-    """The peers that may audit it, of owners that have not been asked."""
+    """The peers that may be asked next to audit a cell, of owners that have not been asked."""
     if len(audit.asked) >= MAX_VOTERS:
         return []
     devices = audit.owner_of_device
@@ -132,7 +132,8 @@ def ask(
 
 
 def can_go_on(run: RunState, step: StepState, audit: OpenAudit) -> bool:
-    """Whether an audit waits for no auditor, nor for the peers that are to give the inputs."""
+    """Whether the next auditor can be asked: the audit waits neither for an answer nor for the
+    peers that are to give the inputs."""
     return audit.order is None and not (audit.hidden and _beside(run, step, audit) is None)
 
 

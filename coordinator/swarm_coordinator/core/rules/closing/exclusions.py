@@ -63,7 +63,7 @@ def _count_alone(
 
 def _rank(run: RunState, peer: PeerState) -> tuple[int, int]:
     """Passed audits, then seniority: of two peers, the one with the lower rank is excluded."""
-    return (run.audits.standings.of(owner_of(peer)).passed, -peer.session)
+    return (run.audits.standings.get(owner_of(peer)).passed, -peer.session)
 
 
 def record_failed_average(
