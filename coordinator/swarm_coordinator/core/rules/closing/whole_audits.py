@@ -40,7 +40,7 @@ from swarm_shared.identity.work_statements import SumStatement
 from swarm_shared.trust.evidence import sum_evidence
 from swarm_shared.trust.votes import MAX_VOTERS, Claim
 
-MOST_CHECKED = 8
+MAX_CHECKED = 8
 """Most whole audits that one attempt to close compares: each takes a check of the sums."""
 
 Member = tuple[PeerId, StageIndex]
@@ -56,7 +56,7 @@ def seeds_for(run: RunState, step: StepState, round_: Round) -> tuple[str, ...]:
         for (peer, stage), whole in step.audits.whole.items()
         if round_.members.get(peer) == stage and whole.attempt is None
     ]
-    chosen = [seed for _, seed in sorted(audited)[:MOST_CHECKED]]
+    chosen = [seed for _, seed in sorted(audited)[:MAX_CHECKED]]
     return (book.draw_secret(), *(chosen or [book.draw_secret()]))
 
 
