@@ -138,15 +138,15 @@ class UtilisationStats:
 
 def quantile(buckets: Sequence[int], share: float) -> float | None:
     """The quantile in seconds, interpolated within its bucket; None without data."""
-    wanted = share * sum(buckets)
-    if wanted <= 0:
+    rank = share * sum(buckets)
+    if rank <= 0:
         return None
     below = 0
     for index, count in enumerate(buckets):
-        if count and below + count >= wanted:
+        if count and below + count >= rank:
             if index == len(BOUNDS):
                 return BOUNDS[-1]
             upper = BOUNDS[index]
-            return upper * 2 ** (((wanted - below) / count - 1) / _PER_OCTAVE)
+            return upper * 2 ** (((rank - below) / count - 1) / _PER_OCTAVE)
         below += count
     raise AssertionError("a share of at most one lies in one of the buckets")
