@@ -120,8 +120,8 @@ class ContributionSums:
         self, peer: PeerId, name: str | None, team: str | None, owner: PeerId | None
     ) -> None:
         """Set what a peer states about itself now, and the owner that it is bound to."""
-        for known in (self._names, self._teams, self.owners):
-            known.pop(peer, None)  # the newest comes last
+        for table in (self._names, self._teams, self.owners):
+            table.pop(peer, None)  # the newest comes last
         self._names[peer], self._teams[peer] = name or None, team or None
         if owner is not None:
             self.owners[peer] = owner

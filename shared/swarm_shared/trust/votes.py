@@ -94,7 +94,7 @@ def outcome(votes: Sequence[Vote], entitled: int, trusted: Collection[PeerId]) -
     """
     for vote in votes:
         if vote.owner in trusted:
-            return _OF[vote.finding]
+            return _OUTCOMES[vote.finding]
     against = [vote for vote in votes if vote.finding is not Finding.AGREES]
     if votes and not against:
         return Outcome.PASSED
@@ -107,7 +107,7 @@ def outcome(votes: Sequence[Vote], entitled: int, trusted: Collection[PeerId]) -
     return Outcome.OPEN
 
 
-_OF = {
+_OUTCOMES = {
     Finding.AGREES: Outcome.PASSED,
     Finding.DIFFERS: Outcome.LOST,
     Finding.WITHHELD: Outcome.WITHHELD,

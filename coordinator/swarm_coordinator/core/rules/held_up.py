@@ -164,11 +164,13 @@ def _refusal_seconds(run: RunState, account: HeldAccount, now: float) -> float:
 
 
 def accounts_of(peer: PeerState) -> tuple[PeerId, ...]:
+    """The accounts that a peer is charged on: its own and, if it has one, its owner's."""
     owner = peer.profile.owner
     return (peer.peer,) if owner is None else (peer.peer, owner)
 
 
 def held_seconds(run: RunState, peer: PeerState, now: float) -> float:
+    """The held seconds of a peer or of its owner, whichever are more."""
     return max(run.held_time.seconds(key, now) for key in accounts_of(peer))
 
 

@@ -17,7 +17,7 @@ from swarm_shared.base.types import StageIndex
 
 
 def unmet_requirement(run: RunState, now: float) -> str:
-    """What the run waits for, as text; empty when a step can begin."""
+    """Return what the run lacks before a step can begin, as text; empty if nothing."""
     wanted = peers_wanted(run, now)
     short_of = sorted(run.peers.unheld()) if wanted == 1 else _stages_below(run, wanted)
     if not short_of and run.peers.has_complete_pipeline():

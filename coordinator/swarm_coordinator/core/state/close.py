@@ -199,6 +199,7 @@ class CloseState:
         return None if stage is None else self.rounds.get(stage)
 
     def open(self, round_: Round) -> None:
+        """Add an opened round and its members."""
         self.rounds.update(dict.fromkeys(round_.stages, round_))
         self.members.update(round_.members)
         for stage in round_.stages:

@@ -162,6 +162,7 @@ class HeldAccount:
         return self.held.at(now) + max(0.0, self.refused_until - now)
 
     def record(self, account: PeerId, now: float) -> HeldAccountRecord:
+        """What is stored of the account, with times as seconds from now."""
         return HeldAccountRecord(
             account,
             leaks_for_seconds=max(0.0, self.held.empty_at - now),
@@ -199,6 +200,7 @@ class HeldTime:
         return self.accounts.get(key) or HeldAccount()
 
     def seconds(self, key: PeerId, now: float) -> float:
+        """The held seconds of an account."""
         return self.account(key).held.at(now)
 
     def refused(self, keys: Iterable[PeerId], now: float) -> list[PeerId]:

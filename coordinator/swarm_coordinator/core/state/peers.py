@@ -64,6 +64,7 @@ class PeerProfile:
 
     @classmethod
     def of(cls, hello: Hello, owner: PeerId | None) -> PeerProfile:
+        """The profile that a Hello states; `owner` is the one that its binding proves."""
         return cls(
             hello.name, hello.device, hello.memory, hello.wanted_stage, owner,
             hello.owner or "" if owner is not None else "",

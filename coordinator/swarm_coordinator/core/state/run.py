@@ -65,13 +65,16 @@ class RunState:
     """Output of the event that is being handled."""
 
     def send(self, peer: PeerId, message: CoordinatorMessage) -> None:
+        """Queue a message to one peer."""
         self.commands.append(Send(peer, message))
 
     def broadcast(self, peers: Collection[PeerId], message: CoordinatorMessage) -> None:
+        """Queue one message to several peers; none is queued without peers."""
         if peers:
             self.commands.append(Broadcast(tuple(peers), message))
 
     def note(self, text: str, peer: PeerId | None = None) -> None:
+        """Queue a line for the run's event log."""
         self.commands.append(Note(text, peer))
 
     def flag(self, peer: PeerState, kind: Rejection, reason: str) -> None:

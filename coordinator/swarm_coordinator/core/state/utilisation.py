@@ -65,6 +65,7 @@ class StageUtilisation:
         return StageUtilisation(self.held_seconds, self.busy_seconds, list(self.buckets))
 
     def since(self, before: StageUtilisation) -> StageUtilisation:
+        """The sums since `before`, an earlier copy."""
         return StageUtilisation(
             self.held_seconds - before.held_seconds,
             self.busy_seconds - before.busy_seconds,

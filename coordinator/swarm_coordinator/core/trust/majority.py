@@ -59,13 +59,13 @@ def decide(
     votes = {
         owner: vote[0]
         for owner, stated in of_owner.items()
-        if (vote := _value_of_most([one.value for one in stated])) is not None
+        if (vote := _value_of_most([statement.value for statement in stated])) is not None
     }
     majority = _value_of_most(list(votes.values()), voters=len(voted))
     if majority is None:
         eldest = min(
-            (one for stated in of_owner.values() for one in stated),
-            key=lambda one: (one.since, one.peer),
+            (statement for stated in of_owner.values() for statement in stated),
+            key=lambda statement: (statement.since, statement.peer),
         )
         majority = (eldest.value,)
     value = majority[0]

@@ -108,19 +108,19 @@ class RelayClient:
     def offer(self, relays: Mapping[PeerId, Sequence[str]], last: PeerId | None = None) -> None:
         """Set the available relays, each with addresses. `last` is used only when the others do not
         serve."""
-        known = self._candidates
+        previous = self._candidates
         self._candidates = {}
         for relay, addresses in relays.items():
             if relay == self._links.own or not addresses:
                 continue
-            candidate = known.get(relay)
+            candidate = previous.get(relay)
             if candidate is None or candidate.addresses != tuple(addresses):
                 candidate = _RelayCandidate(tuple(addresses), relay != last)
             self._candidates[relay] = candidate
-        gone = [relay for relay in self._slots if relay not in self._candidates]
-        for relay in gone:
+        withdrawn = [relay for relay in self._slots if relay not in self._candidates]
+        for relay in withdrawn:
             del self._slots[relay]
-        if gone:
+        if withdrawn:
             self.on_change()
         self._wake.set()
 

@@ -35,7 +35,7 @@ class StageSizes:
     output_gradient_bytes: int
     """Bytes of the gradient received for the output; 0 at the last stage."""
     streamed: StreamedWork
-    """What a device computes that copies the layers' matrices for each pass."""
+    """The work of a device that copies the layers' matrices for each pass."""
     frozen_parameters: int = 0
     """Parameters that are not trained, which are no part of a state; `parameters` does not count
     them."""

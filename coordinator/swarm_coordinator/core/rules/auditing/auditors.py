@@ -85,8 +85,8 @@ def ask_one_of(
     busy = {peer.peer: step.audits.in_hand(peer.peer) for peer in candidates}
     alike = [peer for peer in candidates if _has_agreed(run, audit, peer)]
     # A whole audit has a result only if all of its auditors compute alike: it waits for these.
-    asked = alike if alike and audit.secret else candidates
-    free = [peer for peer in asked if busy[peer.peer] < MAX_IN_HAND]
+    preferred = alike if alike and audit.secret else candidates
+    free = [peer for peer in preferred if busy[peer.peer] < MAX_IN_HAND]
     if not free:
         return
     trusted = run.audits.settings.trusted_owners

@@ -119,9 +119,9 @@ def _whole_secret(run: RunState, step: StepState, peer: PeerState, stage: StageI
         step.audits.drawn.add(key)
         if run.audits.draw() < run.audits.share(owner_of(peer)) / 2:
             step.audits.whole[key] = WholeAudit(run.audits.draw_secret())
-    whole = step.audits.whole.get(key)
+    whole_audit = step.audits.whole.get(key)
     # Once all seeds are known, further cells are audited as drawn.
-    return whole.secret if whole is not None and whole.has_another_check else ""
+    return whole_audit.secret if whole_audit is not None and whole_audit.has_another_check else ""
 
 
 def _break_at(step: StepState, cell: CellKey) -> tuple[StageIndex, StageIndex] | None:
@@ -180,8 +180,8 @@ def answered(run: RunState, peer: PeerState, event: AuditAnswered, now: float) -
     for step in run.steps.open():
         for audit in step.audits.open.values():
             order = audit.order
-            asked = None if order is None else (order.audit, order.auditor, order.owner)
-            if order is not None and asked == (event.audit, peer.peer, owner_of(peer)):
+            expected = None if order is None else (order.audit, order.auditor, order.owner)
+            if order is not None and expected == (event.audit, peer.peer, owner_of(peer)):
                 if not _current(step, audit):
                     del step.audits.open[audit.key]
                 else:
@@ -252,16 +252,16 @@ def _keep_sums(
     envelope: str,
 ) -> None:  # fmt: skip
     """Enter the digests of an auditor that computes alike into a whole audit."""
-    whole = step.audits.whole.get((audit.peer, audit.stage))
+    whole_audit = step.audits.whole.get((audit.peer, audit.stage))
     sums = sums_of(statement.sums, 1 + (audit.stage in run.tied_stages()))
     if (
-        whole is not None
+        whole_audit is not None
         and sums
-        and audit.secret == whole.secret
+        and audit.secret == whole_audit.secret
         and statement.transcript == audit.claim.transcript
     ):
-        stated = tuple(CellSums(one, order.auditor, envelope) for one in sums)
-        whole.add(audit.microbatch, audit.claim.transcript, order.owner, stated)
+        stated = tuple(CellSums(digests, order.auditor, envelope) for digests in sums)
+        whole_audit.add(audit.microbatch, audit.claim.transcript, order.owner, stated)
 
 
 def _compare_bits(

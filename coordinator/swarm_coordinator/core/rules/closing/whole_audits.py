@@ -52,9 +52,9 @@ def seeds_for(run: RunState, step: StepState, round_: Round) -> tuple[str, ...]:
     """The seeds of a round's checks: one that is drawn, then those of whole audits."""
     book = run.audits
     audited = [
-        (book.draw(), whole.seed)
-        for (peer, stage), whole in step.audits.whole.items()
-        if round_.members.get(peer) == stage and whole.attempt is None
+        (book.draw(), whole_audit.seed)
+        for (peer, stage), whole_audit in step.audits.whole.items()
+        if round_.members.get(peer) == stage and whole_audit.attempt is None
     ]
     chosen = [seed for _, seed in sorted(audited)[:MAX_CHECKED]]
     return (book.draw_secret(), *(chosen or [book.draw_secret()]))
@@ -62,9 +62,9 @@ def seeds_for(run: RunState, step: StepState, round_: Round) -> tuple[str, ...]:
 
 def reveal(step: StepState, round_: Round, seed: str) -> None:
     """Note that the members of a round learn a seed; the next attempt needs another one."""
-    for whole in step.audits.whole.values():
-        if whole.seed == seed:
-            whole.attempt = round_.attempt
+    for whole_audit in step.audits.whole.values():
+        if whole_audit.seed == seed:
+            whole_audit.attempt = round_.attempt
 
 
 def begin_contests(
@@ -73,12 +73,12 @@ def begin_contests(
     """The members whose sums under the present seed, their own, are not those of their audited
     cells; their audits are repeated."""
     wrong: list[PeerId] = []
-    for member, whole in step.audits.whole.items():
+    for member, whole_audit in step.audits.whole.items():
         peer, stage = member
-        if round_.members.get(peer) != stage or whole.seed != check.seed:
+        if round_.members.get(peer) != stage or whole_audit.seed != check.seed:
             continue
         cells = _cells_of(step.table, member)
-        stated_cells = [_stated_of(step, member, whole, microbatch) for microbatch in cells]
+        stated_cells = [_stated_of(step, member, whole_audit, microbatch) for microbatch in cells]
         if not cells or not all(stated_cells):
             continue
         cell_sums = [next(iter(by_owner.values())).sums for by_owner in stated_cells]
@@ -86,7 +86,7 @@ def begin_contests(
         if total(cell_sums) != _put_in(signed.statement, len(cell_sums[0])):
             state = run.peers[peer]
             claims = {m: _claim_of(step.table[m, stage]) for m in cells}
-            whole.contest = Contest(
+            whole_audit.contest = Contest(
                 signed, auditors.machine_of(state, stage), owner_of(state),
                 state.profile.binding, claims, now,
             )  # fmt: skip
@@ -104,10 +104,10 @@ def _claim_of(cell: Cell) -> Claim:
 
 
 def _stated_of(
-    step: StepState, member: Member, whole: WholeAudit, microbatch: MicrobatchIndex
+    step: StepState, member: Member, whole_audit: WholeAudit, microbatch: MicrobatchIndex
 ) -> dict[PeerId, CellSums]:
     """The digests that auditors have stated of a cell as it counts, by the auditor's owner."""
-    return whole.of_receipt(microbatch, step.table[microbatch, member[1]].transcript)
+    return whole_audit.of_receipt(microbatch, step.table[microbatch, member[1]].transcript)
 
 
 def _put_in(statement: SumStatement, parts: int) -> Sums:
@@ -121,28 +121,32 @@ def renew(run: RunState, step: StepState, now: float) -> bool:
     if run.phase is not RunPhase.COLLECT:
         return False
     renewed = False
-    for member, whole in list(step.audits.whole.items()):
+    for member, whole_audit in list(step.audits.whole.items()):
         stage = member[1]
-        if whole.attempt is None or whole.contest is not None or run.steps.round_of(stage):
+        if (
+            whole_audit.attempt is None
+            or whole_audit.contest is not None
+            or run.steps.round_of(stage)
+        ):
             continue
-        if whole.has_another_check:
-            whole.begin_another_check()
+        if whole_audit.has_another_check:
+            whole_audit.begin_another_check()
         else:
-            whole = step.audits.whole[member] = WholeAudit(run.audits.draw_secret())
+            whole_audit = step.audits.whole[member] = WholeAudit(run.audits.draw_secret())
         for microbatch in _cells_of(step.table, member):
-            if not _stated_of(step, member, whole, microbatch):
-                renewed = _audit_anew(run, step, (microbatch, stage), whole, now) or renewed
+            if not _stated_of(step, member, whole_audit, microbatch):
+                renewed = _audit_anew(run, step, (microbatch, stage), whole_audit, now) or renewed
     return renewed
 
 
 def _audit_anew(
-    run: RunState, step: StepState, cell: CellKey, whole: WholeAudit, now: float
+    run: RunState, step: StepState, cell: CellKey, whole_audit: WholeAudit, now: float
 ) -> bool:
     """Audit a cell under the secret of a whole audit; False if it is audited so already, or there
     is no auditor."""
-    audit = verdicts.audit_of(run, step, cell, now, whole.secret, hidden=True)
+    audit = verdicts.audit_of(run, step, cell, now, whole_audit.secret, hidden=True)
     open_audit = step.audits.open.get(audit.key)
-    if open_audit is not None and (open_audit.votes or open_audit.secret == whole.secret):
+    if open_audit is not None and (open_audit.votes or open_audit.secret == whole_audit.secret):
         return False
     return verdicts.begin_audit(run, step, audit, now)
 
@@ -156,27 +160,29 @@ def settle_contests(run: RunState, step: StepState, now: float) -> bool:
     if step.complete_at is None or run.phase is not RunPhase.COLLECT:
         return False
     waiting = False
-    for member, whole in list(step.audits.whole.items()):
-        contest = whole.contest
+    for member, whole_audit in list(step.audits.whole.items()):
+        contest = whole_audit.contest
         if contest is None:
             continue
-        stated = {m: whole.of_receipt(m, claim.transcript) for m, claim in contest.claims.items()}
-        if _proceed(run, step, member, whole, contest, stated, now):
+        stated = {
+            m: whole_audit.of_receipt(m, claim.transcript) for m, claim in contest.claims.items()
+        }
+        if _proceed(run, step, member, whole_audit, contest, stated, now):
             waiting = True
         else:
-            whole.contest = None
+            whole_audit.contest = None
     return waiting or bool(run.audits.expelled)
 
 
 def _proceed(
-    run: RunState, step: StepState, member: Member, whole: WholeAudit, contest: Contest,
+    run: RunState, step: StepState, member: Member, whole_audit: WholeAudit, contest: Contest,
     stated: StatedCells, now: float,
 ) -> bool:  # fmt: skip
     """Conclude a contest, or have its cells audited once more; return whether the close waits."""
     peer, stage = member
     trusted = run.audits.settings.trusted_owners
     for microbatch, by_owner in stated.items():
-        whole.asked.setdefault(
+        whole_audit.asked.setdefault(
             microbatch, {cell_sums.auditor: owner for owner, cell_sums in by_owner.items()}
         )
     voters = {
@@ -185,7 +191,7 @@ def _proceed(
         for own, cell_sums in by_owner.items()
     }
     devices = {peer: contest.owner}
-    for asked in whole.asked.values():
+    for asked in whole_audit.asked.values():
         devices.update(asked)
     judges = auditors.electorate(run, stage, contest.owner, devices)
     entitled = len(judges.union(voters.values())) + 1
@@ -198,13 +204,14 @@ def _proceed(
         for microbatch, by_owner in stated.items():
             for owner, cell_sums in by_owner.items():
                 if cell_sums.sums != sums[microbatch]:
-                    whole.remove(microbatch, contest.claims[microbatch].transcript, owner)
+                    whole_audit.remove(microbatch, contest.claims[microbatch].transcript, owner)
         return False
     waiting = False
     for microbatch, claim in contest.claims.items():
         audit = OpenAudit(
             contest.machine, microbatch, contest.owner, claim, now, contest.binding,
-            secret=whole.secret, asked=whole.asked[microbatch], confirms=True, hidden=True,
+            secret=whole_audit.secret, asked=whole_audit.asked[microbatch], confirms=True,
+            hidden=True,
         )  # fmt: skip
         if audit.key in step.audits.open or verdicts.begin_audit(run, step, audit, now):
             waiting = True
