@@ -53,7 +53,7 @@ class Vote:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What the audited receipt says."""
+    """The part of the audited receipt that auditors check."""
 
     transcript: Transcript
     loss_sum: float | None
@@ -62,10 +62,11 @@ class Claim:
 def finding(
     claim: Claim, statement: AuditStatement, tolerance: float, *, compared: bool
 ) -> Finding | None:
-    """What a statement says of a claim; None if the auditor must compare the tensors first.
+    """Return the finding of a statement about a claim; None if the auditor must compare the tensors
+    first.
 
-    `compared`: the auditor was asked for the distance, so that a statement without one says that
-    the audited peer has not given the tensors it claims.
+    `compared`: whether the auditor was asked for the distance; a statement without one then means
+    that the audited peer has not given the tensors it claims.
     """
     if statement.transcript is None:
         return Finding.WITHHELD

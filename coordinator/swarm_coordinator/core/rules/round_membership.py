@@ -77,7 +77,7 @@ def abort_all(run: RunState, reason: str, now: float) -> None:
 def retract(run: RunState, now: float) -> None:
     """Abort the rounds that contain what audits have found wrong since they began: cells that are
     to be cleared, and all that expelled peers have counted."""
-    # Taken in any case: what is found of a step that is over must not concern the next one.
+    # Taken in any case: retracted cells of a step that is over must not concern the next one.
     retracted, run.audits.retracted = run.audits.retracted, set()
     step = run.steps.current
     if step is None or run.phase is RunPhase.APPLYING:

@@ -138,7 +138,8 @@ class UtilisationStats:
 
 
 def quantile(buckets: Sequence[int], share: float) -> float | None:
-    """The quantile in seconds, interpolated within its bucket; None without data."""
+    """The service time in seconds below which `share` of the microbatches are, interpolated within
+    its bucket; None without data."""
     rank = share * sum(buckets)
     if rank <= 0:
         return None

@@ -204,10 +204,10 @@ class RelayClient:
             return
         candidate.failures = 0
         if self._candidates.get(relay) is candidate and self._wanted:
-            before = self.addresses
+            previous = self.addresses
             self._slots[relay] = slot
             self._give_up_surplus()
-            if self.addresses != before:
+            if self.addresses != previous:
                 self.on_change()
 
     async def _reserve(self, relay: PeerId, addresses: Sequence[str]) -> Slot:
@@ -218,7 +218,9 @@ class RelayClient:
             await stream.hang_up()
         # The addresses already known come first: a relay may announce different ones.
         announced = map(unpack_address, answer.reservation.addrs[:ADDRESSES_PER_RELAY])
-        ways = dict.fromkeys((*addresses, *(one for one in announced if one is not None)))
+        ways = dict.fromkeys(
+            (*addresses, *(address for address in announced if address is not None))
+        )
         seconds = max(SHORTEST_RENEWAL_SECONDS, 0.75 * (answer.reservation.expire - time.time()))
         return Slot(
             relay,

@@ -77,7 +77,8 @@ def _fastest_shares(rates: Sequence[float]) -> list[float]:
 def _seconds_beyond_that(fastest_first: Sequence[float], others: int, max_share: float) -> float:
     """Return the time at which the shares add up to the whole vector, when every member has one.
 
-    The first k reduce the most that they may; the other members' times must come out below that.
+    The first `at_most` members reduce the largest share allowed; the shares of all others must come
+    out below it.
     """
     # Added from the slowest up: subtracting a rate from the sum of all could leave nothing of it.
     rests = list(accumulate(reversed(fastest_first)))

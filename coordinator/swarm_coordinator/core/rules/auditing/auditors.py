@@ -78,8 +78,8 @@ def _has_agreed(run: RunState, audit: OpenAudit, peer: PeerState) -> bool:
 def ask_one_of(
     run: RunState, step: StepState, audit: OpenAudit, candidates: list[PeerState], now: float
 ) -> None:
-    """Ask a trusted owner, or the peer with the least in hand; none while all have enough, or
-    while cells of the peers that are to give the inputs are missing."""
+    """Ask a trusted owner, or the candidate with the fewest audits in hand. Ask none while all
+    candidates have MAX_IN_HAND, or while a peer that is to give the inputs has not counted."""
     if not can_go_on(run, step, audit):
         return
     busy = {peer.peer: step.audits.in_hand(peer.peer) for peer in candidates}
@@ -138,8 +138,8 @@ def can_go_on(run: RunState, step: StepState, audit: OpenAudit) -> bool:
 
 
 def _beside(run: RunState, step: StepState, audit: OpenAudit) -> dict[StageIndex, PeerId] | None:
-    """The peers that have counted an audited microbatch in the stages beside it; None while one has
-    not."""
+    """The peers that have counted an audited microbatch in the neighbouring stages; None while it
+    is not counted in one of them."""
     stages = (StageIndex(audit.stage - 1), StageIndex(audit.stage + 1))
     cells = {stage: step.table.get((audit.microbatch, stage)) for stage in stages}
     if any(cells[stage] is None and 0 <= stage <= run.last_stage for stage in stages):
@@ -148,11 +148,10 @@ def _beside(run: RunState, step: StepState, audit: OpenAudit) -> dict[StageIndex
 
 
 def _sources(run: RunState, step: StepState, audit: OpenAudit) -> AuditSources | None:
-    """Who gives the inputs of an audit which the audited peer is not to see; None if one of these
-    peers is gone.
+    """The peers that give the inputs of a hidden audit; None if one of them is gone.
 
-    The auditor waits for them half of the time that it has, and then asks the audited peer. Where
-    that is contested it waits all of the time: the peer may have left, or give nothing.
+    The auditor waits for them half of its time, and then asks the audited peer. In a contest it
+    waits all of its time: the audited peer may have left, or give nothing.
     """
     beside = _beside(run, step, audit)
     if beside is None or not run.peers.keys() >= set(beside.values()):
@@ -165,7 +164,7 @@ def _sources(run: RunState, step: StepState, audit: OpenAudit) -> AuditSources |
 
 
 def answer_seconds(run: RunState, step: StepState) -> float:
-    """Time limit of an auditor's answer: no less than the work of the step has taken, or than the
-    step before it took."""
+    """Seconds that an auditor has for its answer: no less than the work of this step took or, until
+    that is known, than the previous step took."""
     last = run.history.last_applied
     return max(AUDIT_SECONDS, held_up.pace(step) or (0.0 if last is None else last.seconds))

@@ -176,7 +176,7 @@ def begin_audit(run: RunState, step: StepState, audit: OpenAudit, now: float) ->
 
 
 def answered(run: RunState, peer: PeerState, event: AuditAnswered, now: float) -> None:
-    """Handle an auditor's answer; one that was not asked for, or of another cell, is ignored."""
+    """Handle an auditor's answer; an answer to no open order is ignored."""
     for step in run.steps.open():
         for audit in step.audits.open.values():
             order = audit.order
@@ -191,7 +191,7 @@ def answered(run: RunState, peer: PeerState, event: AuditAnswered, now: float) -
 
 
 def _ask_free_auditors(run: RunState, step: StepState, now: float) -> None:
-    """Go on with audits that wait until a peer has less in hand."""
+    """Go on with audits that wait for an auditor with fewer audits in hand."""
     for key, audit in list(step.audits.open.items()):
         if auditors.can_go_on(run, step, audit) and audit is step.audits.open.get(key):
             _proceed(run, step, audit, now)
@@ -251,7 +251,7 @@ def _keep_sums(
     run: RunState, step: StepState, audit: OpenAudit, order: AuditOrder, statement: AuditStatement,
     envelope: str,
 ) -> None:  # fmt: skip
-    """Enter the digests of an auditor that computes alike into a whole audit."""
+    """Enter an auditor's digests into a whole audit, if its result is equal to the bit."""
     whole_audit = step.audits.whole.get((audit.peer, audit.stage))
     sums = sums_of(statement.sums, 1 + (audit.stage in run.tied_stages()))
     if (

@@ -18,9 +18,9 @@ RATE_SMOOTHING = 0.3
 seconds."""
 
 RATE_NOISE = 0.1
-"""Relative distance of a report from this average up to which it is taken for noise. The plan of a
-step (`swarm_shared.scheduling.step_plan`) ends when the peer ends whose rate is the most too high,
-so that noise costs more the more peers there are. A larger change counts at once."""
+"""Relative distance of a report from the smoothed rate up to which it counts as noise. The plan of
+a step (`swarm_shared.scheduling.step_plan`) ends when the peer ends whose rate is the most too
+high, so that noise costs more the more peers there are. A larger change counts at once."""
 
 _STEPPING = frozenset({RunPhase.COLLECT, RunPhase.CLOSING, RunPhase.APPLYING})
 """Phases in which a stage without work counts as idle."""
