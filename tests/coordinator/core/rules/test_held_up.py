@@ -424,7 +424,7 @@ def test_held_seconds_go_on_leaking_across_a_restart_whatever_the_clocks_say() -
     for key in ("a0", "b0"):
         assert after.seconds(PeerId(key), 7.0) == before.seconds(PeerId(key), 5300.0) == 30.0
         assert after.seconds(PeerId(key), 307.0) == 20.0
-    assert after.of(PeerId("b0")).disputes[PeerId("a0")].at(7.0) == 30.0
+    assert after.account(PeerId("b0")).disputes[PeerId("a0")].at(7.0) == 30.0
 
 
 def test_a_restart_of_the_coordinator_gives_no_new_budget() -> None:
