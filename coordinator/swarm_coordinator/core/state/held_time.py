@@ -135,7 +135,7 @@ class HeldAccount:
         MAX_DISPUTED_WITH_ALL_SECONDS of all others."""
         bucket = self.disputes.get(other)
         if bucket is None:
-            _make_room(self.disputes, MAX_DISPUTES, lambda oldest: oldest.at(now))
+            _make_room(self.disputes, MAX_DISPUTES, lambda entry: entry.at(now))
             bucket = self.disputes[other] = Leaking()
         room = min(MAX_DISPUTED_SECONDS - bucket.at(now), MAX_SECONDS_PER_CHARGE)
         seconds = max(0.0, min(until - max(since, self.charged_until), room))

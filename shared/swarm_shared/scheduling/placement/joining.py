@@ -43,9 +43,7 @@ def most_underserved_stage(
         raise CapacityError("the run names no stage to take; ask the organiser to look at it")
     fitting = [row for row in possible if memory.holds(row.memory)]
     if not fitting:
-        smallest = min(
-            (row.memory for row in possible), key=lambda stage_memory: stage_memory.device_bytes
-        )
+        smallest = min((row.memory for row in possible), key=lambda need: need.device_bytes)
         raise CapacityError(
             f"this machine offers {memory} and the smallest stage that it may take needs "
             f"{smallest}; free memory, choose another device, or ask the organiser for more and "
