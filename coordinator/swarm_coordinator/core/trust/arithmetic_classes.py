@@ -61,8 +61,8 @@ class ArithmeticClasses:
         """Note that both machines have computed the same bits of a cell."""
         pair = pair_of(first, second)
         if pair not in self.cells and len(self.cells) >= MAX_PAIRS:
-            for pair in sorted(self.cells, key=self.cells.__getitem__)[: MAX_PAIRS // 8]:
-                self._forget(pair)
+            for rarest in sorted(self.cells, key=self.cells.__getitem__)[: MAX_PAIRS // 8]:
+                self._forget(rarest)
         self.cells[pair] = self.cells.get(pair, 0) + 1
         self.changed.add(pair)
 
