@@ -273,6 +273,8 @@ class RolledBack:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointRecord:
+    """A checkpoint whose files are all in the run folder."""
+
     version: Version
     stages: tuple[StoredStage, ...]
 
@@ -321,7 +323,7 @@ class AgreementRecord:
     other: PeerId
     other_device: str
     cells: int
-    """Number of audited cells; 0: what was known is forgotten."""
+    """Number of audited cells in which they agreed; 0 if the pair is forgotten."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,11 +341,12 @@ class HeldAccountRecord:
     account: PeerId
     """A peer, or an owner."""
     leaks_for_seconds: float
-    """Until its held seconds have leaked away."""
+    """Seconds until the held seconds have leaked away."""
     refused_for_seconds: float = 0.0
     refused_because: str = ""
     disputes: tuple[tuple[PeerId, float], ...] = ()
-    """Peers in a dispute with it, and the seconds until that has leaked away."""
+    """Peers in a dispute with the account, each with the seconds until the dispute has leaked
+    away."""
     ends_with_self_test: bool = False
     """Whether a passed self-test ends the refusal."""
 
@@ -379,7 +382,7 @@ class StepPart(NamedTuple):
 
     name: PartName
     stage: StageIndex | None
-    """None: of all stages together."""
+    """The stage; None for a part of all stages together."""
     began: float
     ended: float
 
@@ -398,7 +401,7 @@ class VerdictRecord:
 
     step: Step
     microbatch: MicrobatchIndex | None
-    """None: what was wrong is a statement about the stage's average."""
+    """The audited microbatch; None if a statement about the stage's average was wrong."""
     stage: StageIndex
     peer: PeerId
     """The peer that lost: the audited one, or one whose statement was wrong."""
@@ -411,12 +414,13 @@ class VerdictRecord:
     """The owner's credit of later steps is void, up to and with `step`. Known once the verdict is
     carried out."""
     evidence: Evidence | None = None
-    """Of an audit; its receipt is empty until the shell adds it."""
+    """The evidence of an audit, without its receipt until the shell adds it; None for a check of
+    sums."""
     statements: tuple[str, ...] = ()
-    """Of a check of sums: the signed statements of the members of the average and of auditors, in
-    base64."""
+    """The evidence of a check of sums: the signed statements of the members of the average and of
+    auditors, in base64."""
     claim: Claim | None = None
-    """What the audited receipt says; the shell finds the receipt by it, and does not store it."""
+    """The content of the audited receipt, by which the shell finds the receipt; not stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -429,6 +433,8 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class RunFinished:
+    """The run has reached its last step, and its checkpoint is stored."""
+
     version: Version
 
 
@@ -503,12 +509,12 @@ class Restored:
     rolled_back: bool = False
     """Whether a version number may also denote a state of an abandoned history."""
     on_current_history: frozenset[PeerId] = frozenset()
-    """Peers that have counted in a step since the last roll-back, and so hold no state from before
+    """Peers with counted work in a step since the last roll-back, which hold no state from before
     it."""
     standings: tuple[StandingRecord, ...] = ()
     recomputed: Version = INITIALISATION
     """The last version that a roll-back has left: the steps up to it are computed again already."""
     state_digests: tuple[StateDigest, ...] = ()
-    """Of the version, as its holders have reported them."""
+    """The digests of the version's state that holders have reported, by stage."""
     held_time: tuple[HeldAccountRecord, ...] = ()
     agreements: tuple[AgreementRecord, ...] = ()

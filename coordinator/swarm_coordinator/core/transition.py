@@ -273,18 +273,18 @@ def _dispatch(run: RunState, event: Event, now: float) -> None:
         for revoked in event.peers:
             _drop(run, revoked, event.reason, now)
     elif isinstance(event, PeersReinstated):
-        for welcome in event.peers:
-            roster.reinstate(run, welcome)
+        for reinstated in event.peers:
+            roster.reinstate(run, reinstated)
     elif isinstance(event, CertificateIssued):
         roster.certificate_issued(run, event, now)
     elif isinstance(event, StopRequested):
         if run.stop_requested_at is None:
             run.stop_requested_at = now
     elif isinstance(event, HeartbeatsReceived):
-        for beat in event.heartbeats:
-            peer = _session_peer(run, beat.peer, beat.session)
+        for heartbeat in event.heartbeats:
+            peer = _session_peer(run, heartbeat.peer, heartbeat.session)
             if peer is not None:
-                heartbeats.record_heartbeat(run, peer, beat.message, now)
+                heartbeats.record_heartbeat(run, peer, heartbeat.message, now)
     elif isinstance(event, PeerEvent):
         peer = _session_peer(run, event.peer, event.session)
         if peer is not None:
@@ -475,9 +475,9 @@ def _advance_evaluation(run: RunState, step: StepState, now: float) -> None:
         step.complete_at = now
     if verdicts.delay_close(run, step, step.complete_at, now) or not cells.complete(run, step):
         return
-    losses = [cell for (_, stage), cell in step.table.items() if stage == run.last_stage]
-    tokens = sum(cell.tokens for cell in losses)
-    loss = math.fsum(cell.loss_sum or 0.0 for cell in losses) / tokens
+    last_cells = [cell for (_, stage), cell in step.table.items() if stage == run.last_stage]
+    tokens = sum(cell.tokens for cell in last_cells)
+    loss = math.fsum(cell.loss_sum or 0.0 for cell in last_cells) / tokens
     run.history.heldout_loss = loss
     run.commands.append(Persist(EvaluationRecord(run.history.version, loss, tokens)))
     run.note(f"held-out loss after step {run.history.version}: {loss:.4f}")

@@ -131,10 +131,10 @@ def _fill(
             database.unlink(missing_ok=True)
             copy_database(location, database)
             with open_for_reading(database) as connection:
-                restored, known = read_restored(connection), read_checkpoints(connection)
+                restored, records = read_restored(connection), read_checkpoints(connection)
             version, generation = restored.version, restored.generation
-            checkpoint = _copy_checkpoint(folder, manifest, known.values(), target)
-            if checkpoint is not None or not known:
+            checkpoint = _copy_checkpoint(folder, manifest, records.values(), target)
+            if checkpoint is not None or not records:
                 break
             if attempt == _ATTEMPTS - 1 and CheckpointFolder.of_run(folder, manifest).versions():
                 raise StorageError(
@@ -149,13 +149,13 @@ def _fill(
 
 
 def _copy_checkpoint(
-    folder: RunFolder, manifest: Manifest, known: Collection[CheckpointRecord], target: Path
+    folder: RunFolder, manifest: Manifest, records: Collection[CheckpointRecord], target: Path
 ) -> Version | None:
     """Copy the newest checkpoint that the copied database knows and whose copy verifies."""
     source, copied = (
         CheckpointFolder.of_run(home, manifest) for home in (folder, RunFolder(target))
     )
-    for record in known:
+    for record in records:
         if record.version not in source.versions():
             continue
         into = copied.folder(record.version)
@@ -191,10 +191,12 @@ def _file_list(folder: Path) -> Iterator[SavedFile]:
 
 
 def is_backup(path: Path) -> bool:
+    """Whether a folder is a backup, by the file that describes it."""
     return (path / SUMMARY_NAME).is_file()
 
 
 def read_summary(path: Path) -> BackupSummary:
+    """Read what a backup states of itself. UsageError: not a backup; StorageError: damaged."""
     if not is_backup(path):
         raise UsageError(
             f"{path} is not a backup (it has no {SUMMARY_NAME}); make one with "
@@ -250,10 +252,10 @@ def _record_backup(folder: RunFolder, out: Path) -> None:
 def recorded_backups(folder: RunFolder) -> list[Path]:
     """Return the paths of this run's backups, the newest first, whether they still exist or not."""
     try:
-        found = json.loads((folder.path / "backups.json").read_bytes())
+        listed = json.loads((folder.path / "backups.json").read_bytes())
     except (OSError, ValueError):
         return []
-    paths = found if isinstance(found, list) else []
+    paths = listed if isinstance(listed, list) else []
     return [Path(path) for path in paths if isinstance(path, str)]
 
 

@@ -53,6 +53,7 @@ class RunCheck:
 
     @property
     def sentence(self) -> str:
+        """All findings and offers as one sentence."""
         problems = "; ".join(finding.problem for finding in self.findings)
         return "; ".join([problems, *self.offers])
 
@@ -65,9 +66,9 @@ def check_run(
     manifest = inspection.check_description()
     if manifest is not None:
         inspection.check_data(manifest)
-        known = inspection.check_database(manifest, None)
+        records = inspection.check_database(manifest, None)
         inspection.check_initial_states(manifest)
-        inspection.check_checkpoints(manifest, known)
+        inspection.check_checkpoints(manifest, records)
     return inspection.result(manifest)
 
 
@@ -79,13 +80,13 @@ def check_start(folder: RunFolder, manifest: Manifest) -> tuple[CheckpointRecord
     The start begins from the verified checkpoint that is returned, so it is hashed only once.
     """
     inspection = _Inspection(folder, lambda line: None)
-    known = inspection.check_database(manifest, RECENT_DECISIONS)
+    records = inspection.check_database(manifest, RECENT_DECISIONS)
     checkpoints = CheckpointFolder.of_run(folder, manifest)
     checkpoint = None
-    for version in [v for v in checkpoints.versions() if Version(v) in known][:1]:
+    for version in [v for v in checkpoints.versions() if Version(v) in records][:1]:
         with inspection.finding("checkpoint", version):
-            checkpoint = checkpoints.verify(version, known)
-    if not known or manifest.model.has_adapters:
+            checkpoint = checkpoints.verify(version, records)
+    if not records or manifest.model.has_adapters:
         inspection.check_initial_states(manifest)
     return checkpoint, inspection.result(manifest)
 
@@ -163,11 +164,11 @@ class _Inspection:
                     f"the run's database {location} is damaged ({'; '.join(problems)})"
                 )
             with open_for_reading(location) as connection:
-                restored, known = read_restored(connection), read_checkpoints(connection)
+                restored, records = read_restored(connection), read_checkpoints(connection)
             self._report(
                 f"the database is whole: {restored.version} steps, generation {restored.generation}"
             )
-            return known
+            return records
         return {}
 
     def check_initial_states(self, manifest: Manifest) -> None:
@@ -177,12 +178,14 @@ class _Inspection:
             verify_initial_states(self._folder, manifest)
             self._report(f"{len(manifest.initial)} states of version 0 have the manifest's hashes")
 
-    def check_checkpoints(self, manifest: Manifest, known: dict[Version, CheckpointRecord]) -> None:
+    def check_checkpoints(
+        self, manifest: Manifest, records: dict[Version, CheckpointRecord]
+    ) -> None:
         checkpoints = CheckpointFolder.of_run(self._folder, manifest)
         for version in checkpoints.versions():
             with self.finding("checkpoint", version):
                 try:
-                    checkpoints.verify(version, known)
+                    checkpoints.verify(version, records)
                 except StorageError:
                     if version not in checkpoints.versions():
                         continue  # it was pruned meanwhile
@@ -190,8 +193,8 @@ class _Inspection:
                 self._report(
                     f"the checkpoint of step {version} has the hashes that it was written with"
                 )
-        if known and max(known) not in checkpoints.versions():
-            newest = checkpoints.folder(max(known))
+        if records and max(records) not in checkpoints.versions():
+            newest = checkpoints.folder(max(records))
             self._findings.append(
                 IntegrityFinding("checkpoint", f"the checkpoint {newest} is missing")
             )

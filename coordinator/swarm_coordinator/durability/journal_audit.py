@@ -137,15 +137,15 @@ def _check_journal(connection: Connection, newest: int | None) -> Iterator[str]:
             (begin,),
         ).fetchall()
     )
-    _, _, _, generation, before = next(rows)
+    _, _, _, generation, previous_digest = next(rows)
     replay = _Replay(generation=generation)
     replay.any_applied = begin > 0
-    for sequence, kind, row_id, generation, found in rows:
+    for sequence, kind, row_id, generation, stored_digest in rows:
         record = None if kind == "start" else read_decision(connection, kind, row_id)
         where = f"table journal: entry {sequence} ({kind})"
         if record is None and kind != "start":
             yield f"table {_TABLES.get(kind, kind)}: row {row_id} is missing"
-        elif found != digest(before, kind, row_id, generation, record):
+        elif stored_digest != digest(previous_digest, kind, row_id, generation, record):
             table = _TABLES.get(kind, "generations")
             yield f"table {table}: row {row_id} is not what was written (its digest differs)"
         if generation < replay.generation:
@@ -153,7 +153,7 @@ def _check_journal(connection: Connection, newest: int | None) -> Iterator[str]:
         if kind == "start" and generation == replay.generation:
             yield f"{where}: generation {generation} was given twice"
         replay.generation = max(replay.generation, generation)
-        before = found
+        previous_digest = stored_digest
         if begin == 0 and record is not None:
             yield from _replay_record(replay, kind, row_id, record, where)
     if begin == 0:

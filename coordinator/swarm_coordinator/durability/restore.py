@@ -68,10 +68,10 @@ def restore_backup(
             f"{run_dir} exists; --force puts the backup in its place and moves the old folder aside"
         )
     with contextlib.ExitStack() as stack:
-        known = 0
+        known_generation = 0
         if occupied:
             stack.enter_context(_replaceable(run_dir, summary))
-            known = _known_generation(run_dir)
+            known_generation = _known_generation(run_dir)
         partial_dir = run_dir.parent / f".{run_dir.name}.restoring-{os.getpid()}"
         try:
             make_folder(run_dir.parent)
@@ -85,11 +85,11 @@ def restore_backup(
                         "without it; leave --files-only out"
                     )
                 folder.database.unlink(missing_ok=True)
-                generation = known
+                generation = known_generation
             else:
                 if isinstance(location, PostgresqlLocation):
-                    known = max(known, _known_generation(partial_dir))
-                above = max(summary.generation, known, generation_floor(now()))
+                    known_generation = max(known_generation, _known_generation(partial_dir))
+                above = max(summary.generation, known_generation, generation_floor(now()))
                 generation = _fence(folder, summary, above)
             if isinstance(location, PostgresqlLocation) and not files_only:
                 postgresql_driver().load_backup(location, folder.database, force)
@@ -120,10 +120,10 @@ def _replaceable(run_dir: Path, summary: BackupSummary) -> Iterator[None]:
 
 def _known_generation(run_dir: Path) -> int:
     try:
-        found = read_progress(RunFolder(run_dir))
+        progress = read_progress(RunFolder(run_dir))
     except SwarmError:
         return 0  # damaged, which is why it is replaced
-    return found.generation if found is not None else 0
+    return progress.generation if progress is not None else 0
 
 
 def _assemble(backup: Path, summary: BackupSummary, target: Path, replaced: Path | None) -> None:

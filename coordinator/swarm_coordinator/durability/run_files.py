@@ -84,10 +84,12 @@ def read_database(folder: RunFolder, read: Callable[[Connection], T]) -> T | Non
 
 
 def read_admission_book(folder: RunFolder) -> AdmissionBook:
+    """The admission rules in the run's database; empty ones without a database."""
     return read_database(folder, read_admission) or AdmissionBook()
 
 
 def read_progress(folder: RunFolder) -> Restored | None:
+    """The run's progress; None without a database."""
     return read_database(folder, read_restored)
 
 

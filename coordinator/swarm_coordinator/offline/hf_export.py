@@ -140,8 +140,8 @@ def check_out(out_dir: Path) -> None:
         raise UsageError(f"{out_dir} exists and is not a folder; choose another name")
     names = {path.name for path in out_dir.iterdir()} if out_dir.is_dir() else set()
     # Without a configuration, what an interrupted export has left.
-    left = all(name in _OTHER_FILES or is_weight_file(name) for name in names)
-    if names.isdisjoint(_CONFIG_FILES) and (not left or names == {MODEL_CARD}):
+    is_unfinished = all(name in _OTHER_FILES or is_weight_file(name) for name in names)
+    if names.isdisjoint(_CONFIG_FILES) and (not is_unfinished or names == {MODEL_CARD}):
         raise UsageError(
             f"{out_dir} holds files other than an exported model; choose another name, or empty it"
         )
@@ -236,8 +236,8 @@ def _byte_characters() -> list[str]:
     """Return the printable character of each byte in byte-level tokenizers (Radford et al.
     2019)."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    replacement = {byte: 256 + index for index, byte in enumerate(others)}
+    unprintable = [byte for byte in range(256) if byte not in printable]
+    replacement = {byte: 256 + index for index, byte in enumerate(unprintable)}
     return [chr(replacement.get(byte, byte)) for byte in range(256)]
 
 

@@ -22,7 +22,7 @@ INK_COLOR = "#222222"
 MUTED_COLOR = "#6b6b6b"
 GRID_COLOR = "#e4e4e4"
 EVENT_LINE_POINTS = 14
-"""From one event's text to the next one's."""
+"""Distance of the texts of two events, in points."""
 
 
 def draw_loss_curve(

@@ -30,7 +30,7 @@ class MergedStages:
     """The parameters of a whole model in the stages' files, checked against its configuration."""
 
     shapes: Mapping[str, tuple[int, ...]]
-    """Of every parameter, in the order of the model; all are float32."""
+    """The shape of every parameter, in the order of the model; all are float32."""
     files: Mapping[str, Path]
     """The file of each parameter; of a tied table, the first stage's."""
 
@@ -52,7 +52,7 @@ class WithAdapters:
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Of every parameter of the model without adapters, in its order."""
+        """The shape of every parameter of the model without adapters, in its order."""
         return self.base.shapes
 
     def read(self, name: str) -> torch.Tensor:
@@ -107,9 +107,9 @@ def open_stages(config: ModelConfig, stage_state_files: Sequence[Path]) -> Merge
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the shape of every trained parameter of the whole model."""
-    whole = StageRange(first_layer=0, end_layer=config.layers)
+    all_layers = StageRange(first_layer=0, end_layer=config.layers)
     with torch.device("meta"):
-        stage = Stage(config, whole, is_first=True, is_last=True)
+        stage = Stage(config, all_layers, is_first=True, is_last=True)
     return {name: tuple(parameter.shape) for name, parameter in stage.all_parameters()}
 
 
@@ -139,8 +139,8 @@ def _check_shape(file: Any, name: str, expected: tuple[int, ...]) -> None:
 
 
 def _check_replica(first_file: Path, second_file: Path, name: str) -> None:
-    with _opened(first_file) as one, _opened(second_file) as other:
-        first, second = _tensor(one, name), _tensor(other, name)
+    with _opened(first_file) as first_tensors, _opened(second_file) as second_tensors:
+        first, second = _tensor(first_tensors, name), _tensor(second_tensors, name)
         fits = first.shape == second.shape
         # `not <=`: a NaN must not pass.
         if not fits or not bool((first - second).norm() <= REPLICA_TOLERANCE * first.norm()):

@@ -72,10 +72,12 @@ class ExactSums:
             self._views.append(self._views[names.index(EMBEDDING_NAME)])
 
     def add(self, loss: Tensor) -> None:
+        """Add the gradients of one microbatch's loss."""
         gradients = torch.autograd.grad(loss, self._leaves)
         self._quantum.add(self._views, [gradient.cpu() for gradient in gradients])
 
     def take(self, tokens: int) -> tuple[Tensor, float]:
+        """Return the mean gradient over `tokens` and its norm; the sums are zero afterwards."""
         mean = self._quantum.mean(self._totals, tokens)
         self._totals.zero_()
         parts = [float(ordered_sum_of_squares(mean[start:end])) for start, end in self._ranges]
@@ -85,12 +87,12 @@ class ExactSums:
 def _norm_ranges(layout: FlatLayout, manifest: Manifest) -> list[tuple[int, int]]:
     """Return the ranges of the flat vector whose norms are taken separately: one per stage, and one
     for a table that two stages hold."""
-    found: dict[object, tuple[int, int]] = {}
+    ranges: dict[object, tuple[int, int]] = {}
     for entry in layout.entries:
         part = _norm_part(entry.name, manifest)
-        start, _ = found.get(part, (entry.offset, 0))
-        found[part] = (start, entry.offset + entry.count)
-    return list(found.values())
+        start, _ = ranges.get(part, (entry.offset, 0))
+        ranges[part] = (start, entry.offset + entry.count)
+    return list(ranges.values())
 
 
 def _norm_part(name: str, manifest: Manifest) -> object:

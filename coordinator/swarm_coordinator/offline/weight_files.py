@@ -33,7 +33,7 @@ _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _ADAPTERS = "adapter_model.safetensors"
 _PEFT_PREFIX = "base_model.model."
-"""What peft puts before the names of a model's parameters."""
+"""The prefix that peft puts before the names of a model's parameters."""
 _FILES = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?")
 
 

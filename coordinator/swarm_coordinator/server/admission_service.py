@@ -88,10 +88,10 @@ class AdmissionService:
         """
         now, wall_now = self.clock(), self.admission.clock()
         since = wall_now - REVOKED_SECONDS
-        seen = self.store.read(lambda connection: read_seen_since(connection, since))
+        last_seen_by_peer = self.store.read(lambda connection: read_seen_since(connection, since))
         return {
             peer: now + last_seen + REVOKED_SECONDS - wall_now
-            for peer, last_seen in seen.items()
+            for peer, last_seen in last_seen_by_peer.items()
             if self.admission.refusal(peer) is not None
         }
 
@@ -124,6 +124,7 @@ class AdmissionService:
             report(f"commands like `ban` reach this coordinator only after its end: {error}")
 
     async def answer(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Carry out a command of the admin socket; an error becomes part of the answer."""
         try:
             change, effect = await self._carry_out(parse_request(question))
         except SwarmError as error:
@@ -197,9 +198,10 @@ class AdmissionService:
                     await self.carry_out(CertificateIssued(session.peer, certificate))
 
     def _needs_renewal(self, certified_at: float) -> bool:
-        """Whether it is due, or not valid yet because the clock was set back."""
+        """Whether a certificate is due for renewal, or not valid yet because the clock was set
+        back."""
         return not 0 <= self.admission.clock() - certified_at < self.renew_after_seconds
 
 
-def _counted(number: int, one: str, many: str) -> str:
-    return f"{number} {one if number == 1 else many}"
+def _counted(number: int, singular: str, plural: str) -> str:
+    return f"{number} {singular if number == 1 else plural}"

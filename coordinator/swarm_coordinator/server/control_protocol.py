@@ -151,7 +151,7 @@ class ReceiptChecker:
         self._most_signed = _SIGNED_PER_MICROBATCH * most_microbatches
         self._verified: dict[Step, dict[bytes, Receipt]] = {}
         self._signed: dict[Step, Counter[PeerId]] = {}
-        """How many of them each peer has signed."""
+        """Number of verified receipts of each step that each peer has signed."""
         self._turns = trio.Lock()
         self._counted: OrderedDict[_Claimed, str] = OrderedDict()
         self._others: OrderedDict[_Claimed, str] = OrderedDict()
@@ -161,14 +161,14 @@ class ReceiptChecker:
     ) -> tuple[Receipt, ...]:
         """Return those of a peer's receipts that may count; ProtocolError when one of them is
         invalid."""
-        found: list[Receipt] = []
+        receipts: list[Receipt] = []
         work = 0
         for envelope in envelopes:
             key = blake2b(envelope.encode(), digest_size=16).digest()
             receipt = None
-            for of_a_step in self._verified.values():
-                if key in of_a_step:
-                    receipt = of_a_step[key]
+            for verified in self._verified.values():
+                if key in verified:
+                    receipt = verified[key]
             if receipt is None:
                 receipt = self._verify(envelope, sender)
                 if receipt is not None:
@@ -176,20 +176,20 @@ class ReceiptChecker:
                     self._keep(receipt, envelope)
                     work += _KNOWN_PER_TURN // _RECEIPTS_PER_TURN
             if receipt is not None:
-                found.append(receipt)
+                receipts.append(receipt)
             work += 1
             if work >= _KNOWN_PER_TURN:
                 work = 0
                 async with self._turns:  # all who have many take one turn after the other
                     await trio.lowlevel.checkpoint()
-        return tuple(found)
+        return tuple(receipts)
 
     def _remember(self, key: bytes, receipt: Receipt) -> None:
         step = receipt.step
         if step not in self._verified:
-            for other in list(self._verified):
-                if abs(other - step) > _STEPS_REMEMBERED:
-                    del self._verified[other], self._signed[other]
+            for old_step in list(self._verified):
+                if abs(old_step - step) > _STEPS_REMEMBERED:
+                    del self._verified[old_step], self._signed[old_step]
             self._verified[step], self._signed[step] = {}, Counter()
         self._verified[step][key] = receipt
         self._signed[step][receipt.peer] += 1
@@ -209,9 +209,10 @@ class ReceiptChecker:
                 self._counted.popitem(last=False)
 
     def envelope(self, verdict: VerdictRecord) -> str:
-        """The signed receipt that a verdict is about, as evidence; empty for one of long ago.
+        """The signed receipt that a verdict is about, as evidence; empty if it is no longer kept.
 
-        It is found by what it claims: the peer may have signed another one of the same cell since.
+        The receipt is found by its claim: the peer may have signed another one of the same cell
+        since.
         """
         if verdict.claim is None or verdict.microbatch is None:
             return ""
@@ -219,7 +220,7 @@ class ReceiptChecker:
         return self._counted.get(cell) or self._others.get(cell, "")
 
     def _verify(self, envelope: str, sender: PeerId | None) -> Receipt | None:
-        """Return a valid receipt; None for one that is not wanted."""
+        """Return a valid receipt; None if it could not count, or its signer has signed too many."""
 
         def is_wanted(claimed: Receipt) -> bool:
             if claimed.run != self._run:
@@ -233,7 +234,8 @@ class ReceiptChecker:
 
 
 def _beat(session: ClientSession, message: Heartbeat) -> PeerHeartbeat:
-    """The heartbeat for the core, without what is recorded already: any number may wait for it."""
+    """The heartbeat for the core, without the link reports, which are recorded already: any number
+    of heartbeats may wait for the core."""
     if message.changed_links or message.changed_paths or message.lost_paths:
         message = message.model_copy(
             update={"changed_links": (), "changed_paths": (), "lost_paths": ()}
@@ -314,10 +316,11 @@ class ControlServer:
         await stream.send(encode(refused), timeout_seconds=HELLO_SECONDS)
 
     async def _prove(self, session: ClientSession, announced: AddressUpdate) -> None:
-        """Dial back what the session does not prove, and pass on what was found."""
-        found = await self.proof.dialled_back(session.peer, announced, session.place)
-        if not found <= session.place.dialled_back:
-            session.place = replace(session.place, dialled_back=found | session.place.dialled_back)
+        """Dial back the announced addresses that the session does not prove, and pass on an
+        announcement with those that answered."""
+        proven = await self.proof.dialled_back(session.peer, announced, session.place)
+        if not proven <= session.place.dialled_back:
+            session.place = replace(session.place, dialled_back=proven | session.place.dialled_back)
             await self.queue.put(self._announcement(session, announced))
 
     def _announcement(self, session: ClientSession, announced: AddressUpdate) -> Event:

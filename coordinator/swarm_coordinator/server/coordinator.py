@@ -136,12 +136,12 @@ async def _keep_leading(store: Store) -> None:
 
 def first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """Return the error to report to the organiser: an expected error before an unexpected one."""
-    found = list(leaves(group))
+    errors = list(leaves(group))
     for kind in (KeyboardInterrupt, SwarmError):
-        for leaf in found:
+        for leaf in errors:
             if isinstance(leaf, kind):
                 return leaf
-    return found[0]
+    return errors[0]
 
 
 class Coordinator:
@@ -158,6 +158,7 @@ class Coordinator:
         )
 
     async def run(self) -> None:
+        """Restore the run and serve it until it ends or the organiser stops it."""
         context = self._context
         restored = await restore(context, self._checkpoints, self._note)
         await self._count_contributions()
@@ -259,7 +260,7 @@ class Coordinator:
         return self._admission.certificate(self._context.identity.peer_id, "coordinator")
 
     def _known_addresses(self, peer: PeerId) -> Sequence[str]:
-        """Where a relay is known to be: the coordinator, or an attached peer."""
+        """The known addresses of a relay, which is the coordinator or an attached peer."""
         if peer == self._context.identity.peer_id:
             return self._state.start.record.addresses
         relay = self._state.peers.get(peer)
@@ -328,8 +329,8 @@ class Coordinator:
         return False
 
     def _refuse_author(self, event: Event, error: Exception) -> None:
-        """Refuse the peer on whose event the core failed for some time; CoreFailure. Returns if
-        there is none."""
+        """Refuse the peer on whose event the core failed for some time, and raise CoreFailure.
+        Returns if the event is not a peer's."""
         author = getattr(event, "peer", None)
         if author is None:
             return

@@ -35,7 +35,7 @@ def probe_judge(
 ) -> AnswerHello:
     """Make the function that answers a hello. Tokens are checked and not used up: the client joins
     with the same one afterwards."""
-    device_bytes = [one.memory.device_bytes for one in manifest.stages]
+    device_bytes = [stage.memory.device_bytes for stage in manifest.stages]
     smallest = stage_needs(manifest, StageIndex(device_bytes.index(min(device_bytes))))
 
     def judge(remote: PeerId, hello: DoctorHello) -> DoctorWelcome:
@@ -75,9 +75,9 @@ def _refusal(admission: AdmissionAuthority, peer: PeerId, token: str | None) -> 
 def _neighbours(state: RunState, visitor: PeerId) -> tuple[Neighbour, ...]:
     """Volunteers that can be dialled, chosen at random to spread the load."""
     public = (Reachability.PUBLIC, Reachability.MAPPED)
-    found = [
+    candidates = [
         Neighbour(peer=peer.peer, addresses=peer.contact.addresses)
         for peer in state.peers.values()
         if peer.contact.reachability in public and peer.contact.addresses and peer.peer != visitor
     ]
-    return tuple(random.sample(found, min(MAX_NEIGHBOURS, len(found))))
+    return tuple(random.sample(candidates, min(MAX_NEIGHBOURS, len(candidates))))

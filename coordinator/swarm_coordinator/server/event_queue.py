@@ -25,10 +25,11 @@ class EventQueue:
     def __init__(self) -> None:
         self._put, self._events = trio.open_memory_channel[Event](EVENT_BUFFER)
         self._awaited: dict[int, tuple[trio.Event, list[Command]]] = {}
-        """Of events whose sender waits: set and filled when their commands are carried out."""
+        """The events whose sender waits, by identity: each with what to set and the list to fill
+        once its commands are carried out."""
         self._tick_queued = False
         self._queued_heartbeats: list[PeerHeartbeat] | None = None
-        """Those of the event in the queue; None when there is none."""
+        """The heartbeats of the event that is in the queue; None when none is."""
         self._heartbeats_taken = trio.Event()
 
     async def put(self, event: Event) -> None:
@@ -75,7 +76,7 @@ class EventQueue:
             event = await self._events.receive()
             # Other tasks run whenever the queue is empty. Events that are ready are taken several
             # at a time, or ten thousand of them would need ten thousand turns of the event loop.
-            for left in range(EVENTS_PER_TURN, -1, -1):
+            for remaining in range(EVENTS_PER_TURN, -1, -1):
                 if isinstance(event, Tick):
                     self._tick_queued = False
                 elif isinstance(event, HeartbeatsReceived):
@@ -83,7 +84,7 @@ class EventQueue:
                     self._heartbeats_taken.set()
                 if await act_on(event):
                     return
-                if not left:
+                if not remaining:
                     break
                 try:
                     event = self._events.receive_nowait()

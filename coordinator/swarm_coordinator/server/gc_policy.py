@@ -73,8 +73,8 @@ async def collect_garbage() -> None:
         gc.freeze()
 
 
-def next_gc_backoff(before: int, found: int) -> int:
-    """Collections to skip, after `before` skipped ones and one that found `found` objects."""
-    if found >= MIN_WORTHWHILE_OBJECTS:
+def next_gc_backoff(skipped: int, collected: int) -> int:
+    """Collections to skip, after `skipped` ones and one that freed `collected` objects."""
+    if collected >= MIN_WORTHWHILE_OBJECTS:
         return 0
-    return min(MAX_SKIPPED_COLLECTIONS, 2 * before + 1)
+    return min(MAX_SKIPPED_COLLECTIONS, 2 * skipped + 1)

@@ -68,50 +68,57 @@ class LinkReports:
     def __init__(self, node: Node, is_attached: Callable[[PeerId], bool]) -> None:
         self._node = node
         self._is_attached = is_attached
-        self._of: dict[PeerId, ReporterState] = {}
+        self._reporters: dict[PeerId, ReporterState] = {}
         self._unsaved: dict[PeerId, dict[tuple[PeerId, str], LinkBytes]] = {}
 
     def record(self, session: SessionNumber, reporter: PeerId, heartbeat: Heartbeat) -> None:
-        of = self._of.get(reporter)
-        if of is None or of.session != session:
-            if of is not None:
-                if of.session > session:
+        """Enter the changes that a heartbeat of a session reports."""
+        state = self._reporters.get(reporter)
+        if state is None or state.session != session:
+            if state is not None:
+                if state.session > session:
                     return  # of a session that has been replaced
-                del self._of[reporter]
-            of = self._of[reporter] = ReporterState(session)
+                del self._reporters[reporter]
+            state = self._reporters[reporter] = ReporterState(session)
         if heartbeat.changed_links:
-            self._record_links(reporter, of, heartbeat)
+            self._record_links(reporter, state, heartbeat)
         if heartbeat.changed_paths or heartbeat.lost_paths:
             for remote in heartbeat.lost_paths:
-                of.paths.pop(remote, None)
+                state.paths.pop(remote, None)
             for path in filter(self._is_of_run, heartbeat.changed_paths):
-                _set_newest(of.paths, path.remote, path)
-            _drop_oldest(of.paths, self._room(MAX_PATHS), self._node.peer_id)
+                _set_newest(state.paths, path.remote, path)
+            _drop_oldest(state.paths, self._room(MAX_PATHS), self._node.peer_id)
 
-    def _record_links(self, reporter: PeerId, of: ReporterState, heartbeat: Heartbeat) -> None:
+    def _record_links(self, reporter: PeerId, state: ReporterState, heartbeat: Heartbeat) -> None:
         unsaved = self._unsaved.setdefault(reporter, {})
         for link in filter(self._is_of_run, heartbeat.changed_links):
-            if not of.takes(link.protocol):
+            if not state.takes(link.protocol):
                 continue
             key = (link.remote, link.protocol)
             unsaved[key] = link
-            _set_newest(of.links, key, link)
-        _drop_oldest(of.links, self._room(MAX_LINKS))
+            _set_newest(state.links, key, link)
+        _drop_oldest(state.links, self._room(MAX_LINKS))
         _drop_oldest(unsaved, self._room(MAX_LINKS))
         if not unsaved:
             del self._unsaved[reporter]
 
     def _is_of_run(self, reported: LinkBytes | LinkPath) -> bool:
         remote = reported.remote
-        return remote == self._node.peer_id or remote in self._of or self._is_attached(remote)
+        return (
+            remote == self._node.peer_id or remote in self._reporters or self._is_attached(remote)
+        )
 
-    def _room(self, most: int) -> int:
-        return min(most, max(MIN_REMEMBERED_PER_REPORTER, MAX_REMEMBERED // len(self._of)))
+    def _room(self, limit: int) -> int:
+        return min(limit, max(MIN_REMEMBERED_PER_REPORTER, MAX_REMEMBERED // len(self._reporters)))
 
     def links(self) -> Links:
         """Links by reporter, including the last ones of detached peers."""
-        found = {peer: tuple(of.links.values()) for peer, of in self._of.items() if of.links}
-        return {**found, self._node.peer_id: self._own_links()}
+        links = {
+            peer: tuple(state.links.values())
+            for peer, state in self._reporters.items()
+            if state.links
+        }
+        return {**links, self._node.peer_id: self._own_links()}
 
     def _own_links(self) -> tuple[LinkBytes, ...]:
         """The coordinator's links to peers of the run; strangers can make any number of others."""
@@ -119,15 +126,15 @@ class LinkReports:
 
     def paths(self, attached: Container[PeerId]) -> Paths:
         """Paths of the attached peers. Also forgets detached reporters beyond the limit."""
-        gone = [peer for peer in self._of if peer not in attached]
+        gone = [peer for peer in self._reporters if peer not in attached]
         for peer in gone[: max(0, len(gone) - MAX_DETACHED_REPORTERS)]:
-            del self._of[peer]
-        found = {
-            peer: tuple(of.paths.values())
-            for peer, of in self._of.items()
-            if of.paths and peer in attached
+            del self._reporters[peer]
+        paths = {
+            peer: tuple(state.paths.values())
+            for peer, state in self._reporters.items()
+            if state.paths and peer in attached
         }
-        return {**found, self._node.peer_id: tuple(self._node.paths())}
+        return {**paths, self._node.peer_id: tuple(self._node.paths())}
 
     def unsaved_links(self) -> Iterator[Links]:
         """Yield the links that are not in the database yet, a few reporters at a time, then the
@@ -138,13 +145,13 @@ class LinkReports:
             yield {self._node.peer_id: tuple(links)}
 
 
-def _set_newest(those: dict[KeyT, ValueT], key: KeyT, value: ValueT) -> None:
+def _set_newest(table: dict[KeyT, ValueT], key: KeyT, value: ValueT) -> None:
     """Replace the value and make it the newest of all."""
-    those.pop(key, None)
-    those[key] = value
+    table.pop(key, None)
+    table[key] = value
 
 
-def _drop_oldest(those: dict[KeyT, ValueT], room: int, but: KeyT | None = None) -> None:
-    """Drop the oldest entries but `but`: the path to the coordinator is always shown."""
-    while len(those) > room:
-        del those[next(key for key in those if key != but)]
+def _drop_oldest(table: dict[KeyT, ValueT], room: int, kept: KeyT | None = None) -> None:
+    """Drop the oldest entries except `kept`: the path to the coordinator is always shown."""
+    while len(table) > room:
+        del table[next(key for key in table if key != kept)]

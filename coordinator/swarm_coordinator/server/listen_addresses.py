@@ -47,15 +47,15 @@ def dialable_addresses(host: str, port: int, announced: Sequence[str] = ()) -> t
 def dual_stack(addresses: Sequence[str], port: int) -> tuple[str, ...]:
     """The addresses of a node that also listens on IPv6; loopback stays last."""
     six = [f"/ip6/{a}/tcp/{port}" for a in interface_addresses(6) if not a.is_loopback]
-    here = [a for a in addresses if "/ip4/127." in a]
-    others = [a for a in addresses if a not in here]
-    return tuple(dict.fromkeys([*others, *six, *here]))[:MAX_ADDRESSES]
+    loopback = [a for a in addresses if "/ip4/127." in a]
+    others = [a for a in addresses if a not in loopback]
+    return tuple(dict.fromkeys([*others, *six, *loopback]))[:MAX_ADDRESSES]
 
 
 def interface_addresses(version: int) -> list[IpAddress]:
     """This machine's addresses of one IP version, the most useful first."""
-    found = [ip for ip in Interfaces.of_this_machine().hosts if ip.version == version]
-    return sorted(found, key=lambda ip: (ip.is_loopback, ip.is_private, ip.packed))
+    addresses = [ip for ip in Interfaces.of_this_machine().hosts if ip.version == version]
+    return sorted(addresses, key=lambda ip: (ip.is_loopback, ip.is_private, ip.packed))
 
 
 def invite_for(manifest: Manifest, addresses: tuple[str, ...], token: str | None) -> Invite:

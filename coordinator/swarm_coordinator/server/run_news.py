@@ -53,6 +53,7 @@ class Leaderboard(ContributionSums):
             self.describe(part.peer, part.name, part.team, owners.get(part.peer))
 
     def add_step(self, step: AppliedStep) -> None:
+        """Add the work of an applied step."""
         for share in step.shares:
             self.add(share.peer, share.stage, share.microbatches, share.tokens)
 
@@ -60,12 +61,12 @@ class Leaderboard(ContributionSums):
         self, most: int = LEADERBOARD_ROWS, standings: Standings | None = None
     ) -> tuple[LeaderboardEntry, ...]:
         """The owners with the most credit, highest first, each with its standing."""
-        known = standings or Standings()
-        return tuple(_entry(sums, known.of(sums.owner)) for sums in self.ranked(most))
+        standings = standings or Standings()
+        return tuple(_entry(sums, standings.get(sums.owner)) for sums in self.ranked(most))
 
 
 def _entry(sums: OwnerSums, standing: Standing) -> LeaderboardEntry:
-    """`devices` are those beside the owner's own key."""
+    """The row of an owner; its `devices` are those besides the owner's own key."""
     devices = tuple(peer for peer in sums.devices if peer != sums.owner)
     return LeaderboardEntry(
         peer=sums.owner,

@@ -54,7 +54,7 @@ DISPLACED = (
     "this machine's home folder is a copy of another machine's, remove identity.key from the copy, "
     "and join again"
 )
-"""What the older of two programs with one key is refused with."""
+"""The reason with which the older of two programs with one key is refused."""
 
 
 @dataclass(slots=True)
@@ -67,12 +67,12 @@ class ClientSession:
     certified_at: float = 0.0
     """When its certificate was issued, in Unix seconds."""
     instance: Instance = ""
-    """Which program opened it."""
+    """Identifies the program that opened the session."""
     encoder: MessageEncoder = field(default_factory=lambda: MessageEncoder())
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
     disconnect_reason: str | None = None
     place: PeerPlace = NOWHERE
-    """Where it comes from, which decides which of the announced addresses count."""
+    """Where the connection comes from; this decides which of the announced addresses count."""
     written: trio.Event = field(default_factory=trio.Event)
     """Set when the writer has ended: everything was sent, or the session is lost."""
     _outbox: deque[bytes | CoordinatorMessage] = field(default_factory=deque)
@@ -199,6 +199,7 @@ class ClientSessions:
             session.refuse(reason)
 
     def ended(self, session: ClientSession) -> None:
+        """Remove a session that has ended."""
         self._open.pop(session.number, None)
         if self._current.get(session.peer) is session:
             del self._current[session.peer]
@@ -235,6 +236,7 @@ class ClientSessions:
                 await trio.lowlevel.checkpoint()
 
     def finish(self, peer: PeerId) -> None:
+        """End the peer's current session once its outbox is sent."""
         session = self._current.pop(peer, None)
         if session is not None:
             session.finish()
@@ -259,7 +261,7 @@ class MessageEncoder:
     def __init__(self) -> None:
         self._last: tuple[CoordinatorMessage, bytes] | None = None
         self._last_roster: tuple[Roster, bytes] | None = None
-        """The last one that was encoded cooperatively."""
+        """The last roster that was encoded cooperatively, with its encoding."""
         self._encoding = trio.Lock()
         self._records: dict[PeerId, tuple[PeerRecord, bytes]] = {}
         self._attempt = -1
@@ -292,13 +294,13 @@ class MessageEncoder:
             return self._last_roster[1]
 
     def _look_up(self, peers: Iterable[PeerRecord]) -> dict[PeerId, tuple[PeerRecord, bytes]]:
-        found = {}
+        records = {}
         for record in peers:
-            known = self._records.get(record.peer)
-            if known is None or known[0] is not record:
-                known = record, encode(record)
-            found[record.peer] = known
-        return found
+            entry = self._records.get(record.peer)
+            if entry is None or entry[0] is not record:
+                entry = record, encode(record)
+            records[record.peer] = entry
+        return records
 
     def _roster(self, roster: Roster, records: dict[PeerId, tuple[PeerRecord, bytes]]) -> bytes:
         self._records = records
@@ -315,12 +317,12 @@ class MessageEncoder:
         if message.attempt != self._attempt:
             self._attempt = message.attempt
             self._tails.clear()
-        known = self._tails.get(id(message.reductions))
-        if known is None:
-            whole = encode(message)
-            tail = whole[whole.index(b',"reductions"') :]
-            known = self._tails[id(message.reductions)] = message.reductions, tail
+        entry = self._tails.get(id(message.reductions))
+        if entry is None:
+            encoded = encode(message)
+            tail = encoded[encoded.index(b',"reductions"') :]
+            entry = self._tails[id(message.reductions)] = message.reductions, tail
         committed = b",".join(b"%d" % microbatch for microbatch in message.committed)
         return b'{"kind":"close","step":%d,"attempt":%d,"committed":[%b]%b' % (
-            message.step, message.attempt, committed, known[1],
+            message.step, message.attempt, committed, entry[1],
         )  # fmt: skip

@@ -73,30 +73,29 @@ async def restore(
     context: CoordinatorContext, checkpoints: CheckpointFolder, note: Callable[[str], None]
 ) -> Restored:
     """Restore the run from the store, with the newest checkpoint whose files are complete."""
-    before = context.store.restore()
-    known = context.store.read(read_checkpoints)
-    lost = before.generation == 0 and bool(checkpoints.versions())
+    earlier = context.store.restore()
+    stored_checkpoints = context.store.read(read_checkpoints)
+    lost = earlier.generation == 0 and bool(checkpoints.versions())
     context.store.next_generation(generation_floor(wall()) if lost else 0)
     restored = context.store.restore()
     await anyio.to_thread.run_sync(checkpoints.discard_all_partial)
-    found = context.verified
-    if found is None or found.version not in known:
-        found = await anyio.to_thread.run_sync(
-            lambda: checkpoints.latest_valid(note, None if lost else known)
+    checkpoint = context.verified
+    if checkpoint is None or checkpoint.version not in stored_checkpoints:
+        checkpoint = await anyio.to_thread.run_sync(
+            lambda: checkpoints.latest_valid(note, None if lost else stored_checkpoints)
         )
-    if lost and found is not None:
+    if lost and checkpoint is not None:
         # The database was moved away or lost: the run continues from the checkpoint.
-        reason = (
-            f"the database is new; the run continues from its checkpoint of step {found.version}"
-        )
+        step = checkpoint.version
+        reason = f"the database is new; the run continues from its checkpoint of step {step}"
         note(reason)
-        await context.store.write(found)
-        await context.store.write(RolledBack(found.version, reason))
+        await context.store.write(checkpoint)
+        await context.store.write(RolledBack(checkpoint.version, reason))
         restored = context.store.restore()
-    if found is None and known:
+    if checkpoint is None and stored_checkpoints:
         note("no checkpoint of this run is usable")
     at_end = restored.version >= context.manifest.training.steps
-    return replace(restored, checkpoint=found, finished=restored.finished and at_end)
+    return replace(restored, checkpoint=checkpoint, finished=restored.finished and at_end)
 
 
 async def open_network(

@@ -34,7 +34,7 @@ PRUNE_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class StatusWriter:
-    """Collects what the status needs from the parts of the coordinator."""
+    """Writes the status from the parts of the coordinator, and the reported links to the store."""
 
     context: CoordinatorContext
     state: RunState
@@ -71,6 +71,7 @@ class StatusWriter:
             return 0.0  # a full disk must not stop a run that can still train; the file gets old
 
     async def write_status_repeatedly(self) -> None:
+        """Write the status file every few seconds until cancelled."""
         while True:
             # Ten thousand volunteers take a third of a second to describe.
             took = await self.write_status()
@@ -86,6 +87,7 @@ class StatusWriter:
                 await trio.sleep(COMMIT_SECONDS)
 
     async def prune_rows_repeatedly(self) -> None:
+        """Delete rows beyond the limits every PRUNE_SECONDS until cancelled."""
         while True:
             self.context.store.post(RowsPruned())
             await trio.sleep(PRUNE_SECONDS)

@@ -94,8 +94,8 @@ def read_admission(connection: Connection) -> AdmissionBook:
 
 
 def read_seen_since(connection: Connection, since: float) -> dict[PeerId, float]:
-    """Return the peers that received a certificate at `since` or later, with the time of the
-    last."""
+    """Return the peers that received a certificate at `since` or later, each with the Unix time of
+    its latest one."""
     return {
         PeerId(peer): last_seen
         for peer, last_seen in connection.execute(

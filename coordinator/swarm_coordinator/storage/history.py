@@ -45,7 +45,7 @@ class Reached:
     """A run at one version of its parameters."""
 
     training_loss: float | None
-    """Of the step that made the version; None if the database does not have it."""
+    """Loss of the step that made the version; None if the database does not have it."""
     heldout_loss: float | None
     """None if the version was not evaluated."""
     peers: int
@@ -62,7 +62,7 @@ class History:
     links: tuple[LinkRow, ...]
     """Bytes over each link, as counted by the reporting peer over all its starts."""
     names: dict[PeerId, str | None]
-    """Of all peers that have been admitted."""
+    """The names of all peers that have been admitted."""
     notes: tuple[NoteRow, ...]
     """Events of the run, the oldest first."""
 

@@ -140,8 +140,8 @@ def create_schema(raw: psycopg.Connection[tuple[Any, ...]], location: Postgresql
 
 def _version(raw: psycopg.Connection[tuple[Any, ...]]) -> int:
     """Return the schema version of the database; 0 where there are no tables yet."""
-    there = raw.execute("SELECT to_regclass('swarm_format') IS NOT NULL").fetchone()
-    if there is None or not there[0]:
+    has_tables = raw.execute("SELECT to_regclass('swarm_format') IS NOT NULL").fetchone()
+    if has_tables is None or not has_tables[0]:
         return 0
     row = raw.execute("SELECT number FROM swarm_format").fetchone()
     return 0 if row is None else int(row[0])
@@ -199,8 +199,8 @@ def load_backup(location: PostgresqlLocation, source: Path, force: bool) -> None
         ).fetchone()
         if leader is not None:
             raise UsageError(f"{leader[0]} serves the run in {location}; stop it first")
-        there = raw.execute("SELECT count(*) FROM generations").fetchone()
-        if there is not None and there[0] and not force:
+        generations = raw.execute("SELECT count(*) FROM generations").fetchone()
+        if generations is not None and generations[0] and not force:
             raise UsageError(f"{location} holds a run already; --force puts the backup there")
         raw.execute(f"TRUNCATE {', '.join(TABLES)}".encode())
         _copy_rows(rows, connection)
@@ -213,11 +213,11 @@ def load_backup(location: PostgresqlLocation, source: Path, force: bool) -> None
 
 def _identity_tables(raw: psycopg.Connection[tuple[Any, ...]]) -> list[str]:
     """Return the tables whose rows the server numbers."""
-    found = raw.execute(
+    rows = raw.execute(
         "SELECT table_name FROM information_schema.columns "
         "WHERE is_identity = 'YES' AND table_schema = current_schema()"
     ).fetchall()
-    return [str(row[0]) for row in found]
+    return [str(row[0]) for row in rows]
 
 
 def _copy_rows(source: Connection, target: Connection) -> None:

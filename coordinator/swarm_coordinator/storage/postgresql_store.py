@@ -134,8 +134,8 @@ class PostgresqlStore(Store):
             self._check_leadership(self._connection, "FOR SHARE")
 
     def _check_leadership(self, connection: PostgresqlConnection, lock: str = "") -> None:
-        found = connection.execute(f"SELECT generation FROM leadership {lock}").fetchone()
-        if found is None or found[0] != self._generation:
+        row = connection.execute(f"SELECT generation FROM leadership {lock}").fetchone()
+        if row is None or row[0] != self._generation:
             raise LeadershipError(
                 "another coordinator has taken over this run while this one (generation "
                 f"{self._generation}) was frozen or disconnected; nothing is lost, the run "

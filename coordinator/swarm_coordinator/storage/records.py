@@ -50,7 +50,7 @@ class PeerSeen:
     peer: PeerId
     name: str | None = None
     team: str | None = None
-    """None: unchanged; empty: the peer is in no team."""
+    """The peer's team. None: unchanged; empty: the peer is in no team."""
     binding: str | None = None
     """Signed and verified binding to an owner. None: unchanged; empty: bound to no owner."""
 
@@ -130,15 +130,15 @@ def insert(connection: Connection, record: Record, generation: int, now: float) 
                 (json.dumps(parts), now, step),
             )
         case VerdictRecord():
-            values = {one.name: getattr(record, one.name) for one in fields(record)}
+            values = {field.name: getattr(record, field.name) for field in fields(record)}
             del values["claim"]
             evidence = record.evidence
             values["evidence"] = None if evidence is None else evidence.model_dump_json()
             values["statements"] = " ".join(record.statements)
             _insert_row(connection, "verdicts", **values, written_at=now)
         case Note(text, peer):
-            known = None if peer is None else _peer_row(connection, peer, now)
-            _insert_row(connection, "notes", peer=known, text=text, written_at=now)
+            peer_row = None if peer is None else _peer_row(connection, peer, now)
+            _insert_row(connection, "notes", peer=peer_row, text=text, written_at=now)
         case PeerSeen(peer, name, team, binding):
             connection.execute(
                 "INSERT INTO peers (peer, name, first_seen, last_seen) VALUES (?, ?, ?, ?) "
@@ -280,16 +280,16 @@ def _insert_checkpoint(
     return row
 
 
-def _held_account_row(one: HeldAccountRecord, now: float) -> dict[str, object]:
+def _held_account_row(account: HeldAccountRecord, now: float) -> dict[str, object]:
     return {
-        "account": one.account,
-        "leaks_for": one.leaks_for_seconds,
-        "refused_for": one.refused_for_seconds,
-        "refused_because": one.refused_because,
-        "ends_with_self_test": int(one.ends_with_self_test),
-        "disputes": json.dumps(dict(one.disputes)),
+        "account": account.account,
+        "leaks_for": account.leaks_for_seconds,
+        "refused_for": account.refused_for_seconds,
+        "refused_because": account.refused_because,
+        "ends_with_self_test": int(account.ends_with_self_test),
+        "disputes": json.dumps(dict(account.disputes)),
         "written_at": now,
-        "forgotten_at": now + max(one.leaks_for_seconds, one.refused_for_seconds),
+        "forgotten_at": now + max(account.leaks_for_seconds, account.refused_for_seconds),
     }
 
 
@@ -410,7 +410,7 @@ def read_agreements(connection: Connection) -> tuple[AgreementRecord, ...]:
 
 def read_held_time(connection: Connection, now: float) -> tuple[HeldAccountRecord, ...]:
     """Return what is left of the held seconds of peers and owners, in the order of their keys."""
-    found: list[HeldAccountRecord] = []
+    accounts: list[HeldAccountRecord] = []
     rows = connection.execute(
         "SELECT account, leaks_for, refused_for, refused_because, ends_with_self_test, disputes, "
         "written_at FROM held_accounts ORDER BY account"
@@ -418,18 +418,18 @@ def read_held_time(connection: Connection, now: float) -> tuple[HeldAccountRecor
     for account, leaks_for, refused_for, because, self_test, disputes, written_at in rows:
         age = max(0.0, now - written_at)
         if age < max(leaks_for, refused_for):
-            left = tuple(
+            disputes_left = tuple(
                 (PeerId(other), seconds - age)
                 for other, seconds in json.loads(disputes).items()
                 if seconds > age
             )
             leaks_for, refused_for = max(0.0, leaks_for - age), max(0.0, refused_for - age)
-            found.append(
+            accounts.append(
                 HeldAccountRecord(
-                    PeerId(account), leaks_for, refused_for, because, left, bool(self_test)
+                    PeerId(account), leaks_for, refused_for, because, disputes_left, bool(self_test)
                 )
             )
-    return tuple(found)
+    return tuple(accounts)
 
 
 def read_standings(connection: Connection) -> tuple[StandingRecord, ...]:

@@ -37,13 +37,13 @@ def prune(connection: Connection) -> None:
     _prune_peers(connection)
 
 
-def _prune_links(connection: Connection, group: str, most: int) -> None:
+def _prune_links(connection: Connection, group: str, limit: int) -> None:
     connection.execute(
         "DELETE FROM links WHERE (reporter, remote, protocol) IN ("
         "SELECT reporter, remote, protocol FROM (SELECT reporter, remote, protocol, "
         f"row_number() OVER ({group} ORDER BY written_at DESC, reporter, remote, protocol) "
         "AS place FROM links) AS placed WHERE place > ?)",
-        (most,),
+        (limit,),
     )
 
 
@@ -59,9 +59,9 @@ def _prune_peers(connection: Connection) -> None:
         # A row numbered anew must not have the number of a deleted one.
         "AND id < (SELECT max(id) FROM peers) ORDER BY last_seen DESC, id DESC"
     ).fetchall()
-    gone = [(row,) for (row,) in idle[MAX_IDLE_PEERS:]]
-    connection.executemany("UPDATE notes SET peer = NULL WHERE peer = ?", gone)
+    removed = [(row,) for (row,) in idle[MAX_IDLE_PEERS:]]
+    connection.executemany("UPDATE notes SET peer = NULL WHERE peer = ?", removed)
     for table, column in (
         ("links", "reporter"), ("teams", "peer"), ("owners", "peer"), ("peers", "id"),
     ):  # fmt: skip
-        connection.executemany(f"DELETE FROM {table} WHERE {column} = ?", gone)
+        connection.executemany(f"DELETE FROM {table} WHERE {column} = ?", removed)

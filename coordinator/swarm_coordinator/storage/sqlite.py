@@ -93,17 +93,17 @@ def create_schema(connection: sqlite3.Connection, path: Path) -> None:
 
 def _check(connection: sqlite3.Connection, path: Path) -> None:
     """Find a damaged page at the start, rather than in the middle of a step."""
-    found = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
-    if found != "ok":
-        raise DatabaseDamaged(path, str(found).splitlines()[-1])
+    result = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+    if result != "ok":
+        raise DatabaseDamaged(path, str(result).splitlines()[-1])
 
 
 def check_pages(path: Path, *, thorough: bool = True) -> list[str]:
     """Return what SQLite finds wrong with pages and references and, if `thorough`, with indices."""
     check = "integrity_check" if thorough else "quick_check"
     with contextlib.closing(open_read_only(path)) as connection, storage_errors(path):
-        found = [str(row[0]) for row in connection.execute(f"PRAGMA {check}(20)")]
-        problems = [line for text in found if text != "ok" for line in text.splitlines()]
+        texts = [str(row[0]) for row in connection.execute(f"PRAGMA {check}(20)")]
+        problems = [line for text in texts if text != "ok" for line in text.splitlines()]
         for table, row, parent, _ in connection.execute("PRAGMA foreign_key_check").fetchall():
             problems.append(f"table {table}: row {row} refers to a row of {parent} that is lost")
     return problems[:20]

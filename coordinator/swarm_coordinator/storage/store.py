@@ -228,8 +228,8 @@ class Store(ABC):
         except self._handled_errors as error:
             self._roll_back()
             if final or len(jobs) == 1:
-                known = error if isinstance(error, SwarmError) else self._explain(error)
-                jobs[0].answer.set_exception(known)
+                reported = error if isinstance(error, SwarmError) else self._explain(error)
+                jobs[0].answer.set_exception(reported)
             return False
         for job, result in zip(jobs, results, strict=True):
             job.answer.set_result(result)

@@ -35,15 +35,16 @@ class OwnerSums:
 
     owner: PeerId
     devices: tuple[PeerId, ...]
-    """The peers that have counted, the owner's own key included if it has; sorted."""
+    """The peers with counted work, sorted; the owner's own key is among them if it has any."""
     parts: tuple[PeerSums, ...]
-    """Of each device."""
+    """The contribution of each device, in the order of `devices`."""
     name: str | None
     team: str | None
     work_shares: Sequence[float]
 
     @property
     def credit(self) -> float:
+        """The owner's credit over all applied steps."""
         parts = (share for part in self.parts for share in part.tokens.items())
         return credit_of(parts, self.work_shares)
 
@@ -53,7 +54,7 @@ class OwnerSums:
 
     @property
     def steps(self) -> int:
-        """Of the device that counted in the most steps."""
+        """Number of steps in which the device with the most steps counted."""
         return max(part.steps for part in self.parts)
 
     @property
@@ -65,6 +66,7 @@ class OwnerSums:
         return sum(sum(part.tokens.values()) for part in self.parts)
 
     def credit_per_day(self, now: float) -> float:
+        """The owner's recent credit per day; `now` in Unix seconds."""
         return math.fsum(part.recent.per_day(now) for part in self.parts)
 
 
@@ -81,7 +83,7 @@ class ContributionSums:
         self._work_shares = work_shares
         self.peers: dict[PeerId, PeerSums] = {}
         self.owners: dict[PeerId, PeerId] = {}
-        """Devices to the owners that they are bound to, chains included."""
+        """The owner that each device is bound to; an owner may itself be bound to another one."""
         self._names: dict[PeerId, str | None] = {}
         self._teams: dict[PeerId, str | None] = {}
 
@@ -120,8 +122,8 @@ class ContributionSums:
         self, peer: PeerId, name: str | None, team: str | None, owner: PeerId | None
     ) -> None:
         """Set what a peer states about itself now, and the owner that it is bound to."""
-        for known in (self._names, self._teams, self.owners):
-            known.pop(peer, None)  # the newest comes last
+        for table in (self._names, self._teams, self.owners):
+            table.pop(peer, None)  # the newest comes last
         self._names[peer], self._teams[peer] = name or None, team or None
         if owner is not None:
             self.owners[peer] = owner
@@ -178,7 +180,7 @@ class ContributionSums:
         return OwnerSums(
             owner=owner,
             devices=tuple(devices),
-            parts=tuple(self.peers[one] for one in devices),
+            parts=tuple(self.peers[device] for device in devices),
             name=owner_display(owner, devices, self._names),
             team=owner_display(owner, devices, self._teams),
             work_shares=self._work_shares,

@@ -287,11 +287,11 @@ class _Check:
         if len(content) > MAX_LINE_BYTES:
             raise ProtocolError(f"it is longer than {MAX_LINE_BYTES} bytes")
         try:
-            found = json.loads(content)
-            if not isinstance(found, dict):
+            fields = json.loads(content)
+            if not isinstance(fields, dict):
                 raise ValueError("it is no object")
-            stated_digest = found.pop("digest", None)
-            line = ledger_lines.validate_json(json.dumps(found), strict=True)
+            stated_digest = fields.pop("digest", None)
+            line = ledger_lines.validate_json(json.dumps(fields), strict=True)
         except ValidationError as error:
             raise ProtocolError(first_error(error)) from error
         except (ValueError, RecursionError) as error:
@@ -369,10 +369,10 @@ class _Check:
         named = (line.name, line.team)
         right = self._sums.total(PeerId(line.peer), named, self._head.as_of)
         for name in ("microbatches", "tokens", "credit", "credit_per_day"):
-            told, recomputed = getattr(line, name), getattr(right, name)
-            if not math.isclose(told, recomputed, rel_tol=TOLERANCE, abs_tol=1e-12):
+            stated, recomputed = getattr(line, name), getattr(right, name)
+            if not math.isclose(stated, recomputed, rel_tol=TOLERANCE, abs_tol=1e-12):
                 raise ProtocolError(
-                    f"the {name} of {line.peer} is {told}, and the steps come to {recomputed}"
+                    f"the {name} of {line.peer} is {stated}, and the steps come to {recomputed}"
                 )
         self._totals[line.peer] = line
 

@@ -39,6 +39,7 @@ class ChangeWatch:
         self.interfaces = look()
 
     async def run(self) -> None:
+        """Look for changes every POLL_SECONDS until cancelled."""
         wall, awake = self._wall_clock(), trio.current_time()
         while True:
             await trio.sleep(POLL_SECONDS)

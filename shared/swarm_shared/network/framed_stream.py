@@ -43,7 +43,7 @@ class TrafficCounter:
         self._knows = knows
         self._links: dict[tuple[PeerId, str], LinkTraffic] = {}
         self._passing: WeakValueDictionary[tuple[PeerId, str], LinkTraffic] = WeakValueDictionary()
-        """Those that last as long as a stream uses them."""
+        """Counters of remotes that are not members, each for as long as a stream uses it."""
 
     def link(self, remote: PeerId, protocol: str, *, lasts: bool = True) -> LinkTraffic:
         """Return the counter of one link, which the caller keeps and adds to in place. `lasts`:

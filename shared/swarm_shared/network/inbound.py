@@ -88,6 +88,9 @@ class Inbound:
         self._set(protocol, run, public, max_streams_per_peer)
 
     def serve_raw(self, protocol: str, handler: RawHandler, *, public: bool) -> None:
+        """Run `handler` for each stream of a protocol without frames; its errors end the stream
+        alone."""
+
         async def run(stream: YamuxStream) -> None:
             try:
                 await handler(stream)
@@ -104,11 +107,11 @@ class Inbound:
         """Accept no new streams of the protocol."""
         self._served.remove_handler(TProtocol(protocol))
 
-    def _set(self, protocol: str, run: RawHandler, public: bool, most: int) -> None:
+    def _set(self, protocol: str, run: RawHandler, public: bool, max_streams: int) -> None:
         async def accept(stream: YamuxStream) -> None:
             handle = partial(self._supervise, protocol, run, public)
-            of = (_remote(stream), protocol)
-            await self._bounded(self._open_of_protocol, of, most, handle, stream)
+            key = (_remote(stream), protocol)
+            await self._bounded(self._open_of_protocol, key, max_streams, handle, stream)
 
         self._served.add_handler(TProtocol(protocol), accept)
 
@@ -118,11 +121,11 @@ class Inbound:
         assert isinstance(opened, NetStream)
         stream = opened.muxed_stream
         assert isinstance(stream, YamuxStream), "the host runs no other muxer"
-        remote, most = _remote(stream), self._max_streams
+        remote, max_streams = _remote(stream), self._max_streams
         if not self.knows(remote):
-            most = min(MAX_UNKNOWN_PEER_STREAMS, most)
+            max_streams = min(MAX_UNKNOWN_PEER_STREAMS, max_streams)
         try:
-            await self._bounded(self._open, remote, most, self._negotiate, stream)
+            await self._bounded(self._open, remote, max_streams, self._negotiate, stream)
         except Exception as error:  # noqa: BLE001 (py-libp2p raises anything for garbage)
             logger.debug("a stream from %s was refused: %s", remote, summary(error))
             await stream.reset()
@@ -131,12 +134,12 @@ class Inbound:
         self,
         counter: Counter[_KeyT],
         key: _KeyT,
-        most: int,
+        max_streams: int,
         handle: RawHandler,
         stream: YamuxStream,
     ) -> None:
-        if counter[key] >= most:
-            logger.debug("%s has %d streams open, one more is refused", key, most)
+        if counter[key] >= max_streams:
+            logger.debug("%s has %d streams open, one more is refused", key, max_streams)
             await stream.reset()
             return
         counter[key] += 1

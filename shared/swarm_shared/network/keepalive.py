@@ -59,6 +59,7 @@ class ConnectionMaintenance:
             self._punch_relayed()
 
     def connected(self, connection: SwarmConn) -> None:
+        """Handle a new connection: a direct one replaces relayed ones, a relayed one is punched."""
         muxer = muxer_of(connection)
         peer = PeerId(muxer.peer_id.to_base58())
         if muxer.relay is None:

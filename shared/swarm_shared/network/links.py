@@ -30,12 +30,14 @@ MIN_SAMPLE_SECONDS: Final = 0.25
 
 
 def muxer_of(connection: SwarmConn) -> YamuxConnection:
+    """The muxer of a connection, as this project's type."""
     muxer = connection.muxed_conn
     assert isinstance(muxer, YamuxConnection), "the host runs no other muxer"
     return muxer
 
 
 def kind_of(muxer: YamuxConnection) -> PathKind:
+    """Whether a connection is direct, relayed, or came through a punched hole."""
     if muxer.relay is not None:
         return PathKind.RELAYED
     return PathKind.PUNCHED if muxer.punched else PathKind.DIRECT
@@ -50,6 +52,7 @@ class RateMeter:
     _at: float | None = None
 
     def look(self, counted: int, now: float) -> float:
+        """Record that `counted` bytes have passed in all; return the rate in bytes per second."""
         if self._at is None:
             self._counted, self._at = counted, now
         elif now - self._at >= MIN_SAMPLE_SECONDS:
@@ -66,7 +69,7 @@ class Links:
         self.swarm = swarm
         self.own = PeerId(swarm.get_peer_id().to_base58())
         self.interfaces = interfaces
-        """Of this machine."""
+        """Returns the network interfaces of this machine."""
         self._meters: dict[YamuxConnection, RateMeter] = {}
         self._best: dict[PeerId, YamuxConnection] = {}
         self.on_change: Callable[[PeerId], None] = lambda peer: None
@@ -76,14 +79,16 @@ class Links:
 
     def all_of(self, peer: PeerId) -> list[SwarmConn]:
         """Return open connections, the best one first: without a relay, then the older one."""
-        found = self.swarm.get_connections(ID.from_base58(peer))
-        usable = [c for c in found if not c.is_closed and muxer_of(c).is_established]
+        connections = self.swarm.get_connections(ID.from_base58(peer))
+        usable = [c for c in connections if not c.is_closed and muxer_of(c).is_established]
         return sorted(usable, key=lambda c: muxer_of(c).relay is not None)
 
     def best(self, peer: PeerId) -> SwarmConn | None:
+        """Return the best open connection to a peer; None when there is none."""
         return next(iter(self.all_of(peer)), None)
 
     def has_direct(self, peer: PeerId) -> bool:
+        """Whether the best connection to a peer is without a relay."""
         best = self.best(peer)
         return best is not None and muxer_of(best).relay is None
 
@@ -95,10 +100,10 @@ class Links:
     def paths(self) -> list[LinkPath]:
         """Return the best connection to every connected peer."""
         peers = [PeerId(peer.to_base58()) for peer in self.swarm.connections]
-        found = [path for peer in peers if (path := self.path(peer)) is not None]
+        paths = [path for peer in peers if (path := self.path(peer)) is not None]
         alive = {muxer_of(c) for c in self.swarm.get_connections()}
         self._meters = {m: meter for m, meter in self._meters.items() if m in alive}
-        return found
+        return paths
 
     def _describe(self, peer: PeerId, muxer: YamuxConnection) -> LinkPath:
         meter = self._meters.setdefault(muxer, RateMeter())

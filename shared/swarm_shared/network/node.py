@@ -136,6 +136,7 @@ class Node:
         return self._relays.slots
 
     def is_connected(self, peer: PeerId) -> bool:
+        """Whether a connection to the peer is open, direct or relayed."""
         return self._links.best(peer) is not None
 
     def observed_address(self, peer: PeerId) -> str | None:
@@ -244,6 +245,7 @@ class Node:
     # Life
 
     async def listen(self, addresses: Sequence[str]) -> None:
+        """Listen at these multiaddrs. NetworkError when one is invalid or its port is in use."""
         parsed = [_parse(address) for address in addresses]
         for address in parsed:
             if [p.name for p in address.protocols()] not in (["ip4", "tcp"], ["ip6", "tcp"]):

@@ -45,6 +45,8 @@ class OwnAddresses:
         return sorted(dict.fromkeys(own), key=lambda address: not is_global(address))
 
     def listening(self) -> list[str]:
+        """Return the addresses at which this node listens, one for each of the machine's
+        addresses."""
         return [
             dialable
             for listener in self._links.swarm.listeners.values()

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MAX_RATE_OVER_MEDIAN = 4.0
-"""Rate over the stage's median up to which any peer is believed."""
+"""Ratio of a claimed rate to the stage's median up to which any peer is believed."""
 
 MAX_RATE_OVER_COUNTED = 2.0
-"""The same for a peer that counted microbatches in the last step, as a multiple of their number
-over the median of its stage."""
+"""Ratio of a claimed rate to the stage's median up to which a peer is believed, per microbatch that
+it counted in the last step over the median number of its stage."""
 
 
 @dataclass(frozen=True, slots=True)

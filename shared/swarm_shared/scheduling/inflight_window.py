@@ -19,7 +19,7 @@ from collections import deque
 from dataclasses import dataclass
 
 GAIN = 2.0
-"""Window over bandwidth-delay product."""
+"""Ratio of the window to the bandwidth-delay product."""
 BURSTS_KEPT = 3
 """Bursts whose measurements count; a burst begins with nothing in flight, as each step does."""
 
@@ -35,7 +35,7 @@ class _Burst:
 
 @dataclass(frozen=True, slots=True)
 class SendRecord:
-    """The state at which a microbatch was sent, needed when it returns."""
+    """The state of the trainer when a microbatch was sent, needed when it returns."""
 
     sent_at: float
     returned_before: int
@@ -69,11 +69,11 @@ class InFlightWindow:
         """Record that the microbatch failed, which is no measurement of the pipeline."""
         self.in_flight -= 1
 
-    def size(self, least: int, most: int) -> int:
-        """Return the window, between `least` and `most`."""
-        known = [burst for burst in self._bursts if burst.rate]
-        if not known:
-            return least
-        shortest = min(burst.shortest_seconds for burst in known)
-        rate = max(burst.rate for burst in known)
-        return max(least, min(most, math.ceil(GAIN * shortest * rate)))
+    def size(self, smallest: int, largest: int) -> int:
+        """Return the window in microbatches, between `smallest` and `largest`."""
+        measured = [burst for burst in self._bursts if burst.rate]
+        if not measured:
+            return smallest
+        shortest = min(burst.shortest_seconds for burst in measured)
+        rate = max(burst.rate for burst in measured)
+        return max(smallest, min(largest, math.ceil(GAIN * shortest * rate)))

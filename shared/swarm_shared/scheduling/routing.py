@@ -31,8 +31,8 @@ ESTIMATE_HALF_LIFE_SECONDS = 60.0
 would otherwise keep a peer without work, and so without a new measurement."""
 
 SLOWER_THAN_PLANNED = 2.0
-"""Own estimate over the planned time above which a sender departs from the plan: the roster does
-not know the link between the two."""
+"""Ratio of a sender's own estimate to the planned time above which it departs from the plan: the
+roster does not know the link between sender and peer."""
 
 PROBE_SHARE = 1 / 8
 """Share of the steps whose first microbatch goes to a peer that the plan leaves out. A rate that
@@ -47,11 +47,11 @@ MIN_SERVICE_SECONDS = 1e-6
 DEFAULT_SECONDS = 1.0
 """Seconds per microbatch of a peer while none is known or measured."""
 REFUSAL_PAUSE_SECONDS = 0.2
-"""Pause of a peer that refused; longer than senders wait before they choose again, or they would
-choose the same peer."""
+"""Seconds without microbatches for a peer that refused; longer than senders wait before they choose
+again, or they would choose the same peer."""
 
 FIRST_BAN_SECONDS = 1.0
-"""Ban after a first failure; doubles with each further one."""
+"""Ban of a peer after a first failure, in seconds; doubles with each further one."""
 MAX_BAN_SECONDS = 60.0
 
 
@@ -65,7 +65,7 @@ class Observation:
     """Seconds its uplink takes per microbatch (activation and gradient), as reported by the peer:
     the queueing there is invisible to the sender. 0 while the uplink does not limit sending."""
     link_seconds: float = 0.0
-    """Time of the microbatch on the link between the two, there and back."""
+    """Time of the microbatch on the link between sender and peer, there and back."""
     in_flight: int = 1
     """Microbatches sent to the peer and not answered, this one included."""
 
@@ -100,7 +100,7 @@ class StageRouting:
         self._prior: dict[PeerId, float] = {}
         """Seconds per microbatch of each peer as the roster gives them; empty if it gives none."""
         self._plan: tuple[PeerId, ...] | None = None
-        """None: to be made with the next choice."""
+        """The peer of each microbatch; None: the plan is made with the next choice."""
         self._left_out: list[PeerId] = []
         """Peers to which the plan gives nothing."""
 
@@ -116,9 +116,9 @@ class StageRouting:
     def choose(
         self, now: float, in_flight: Mapping[PeerId, int], microbatch: MicrobatchIndex | None
     ) -> PeerId | None:
-        """Return the peer for `microbatch` (None: for one without a plan) out of those of
-        `in_flight`, which counts this sender's microbatches at each; None when none of them is in
-        the table.
+        """Return the peer for `microbatch` (None: one that is not planned) among the peers of
+        `in_flight`, which counts this sender's microbatches at each; None when none of these peers
+        is in the table.
 
         Banned peers are skipped unless every peer of the table is banned; then the one whose ban
         ends first serves, so that the stage never becomes empty.
@@ -181,13 +181,14 @@ class StageRouting:
         return self._expected_seconds(peer, self._mean_seconds(), now)
 
     def _mean_seconds(self) -> float:
-        """Return the mean of the measured peers; not needed where the roster gives rates."""
+        """Return the mean seconds per microbatch of the measured peers; not needed where the roster
+        gives rates."""
         if self._prior:
             return DEFAULT_SECONDS
-        known = [c.seconds for c in self._candidates.values() if c.seconds is not None]
-        return sum(known) / len(known) if known else DEFAULT_SECONDS
+        measured = [c.seconds for c in self._candidates.values() if c.seconds is not None]
+        return sum(measured) / len(measured) if measured else DEFAULT_SECONDS
 
-    def observe(self, peer: PeerId, seen: Observation, now: float) -> None:
+    def observe(self, peer: PeerId, observation: Observation, now: float) -> None:
         """Record that a microbatch came back from `peer`, whose rate is that of the slowest of
         device, uplink and link.
 
@@ -197,10 +198,11 @@ class StageRouting:
         candidate = self._candidates.get(peer)
         if candidate is None:
             return
-        candidate.link_seconds = _average(candidate.link_seconds, seen.link_seconds)
+        candidate.link_seconds = _average(candidate.link_seconds, observation.link_seconds)
         links = [c.link_seconds for c in self._candidates.values() if c.link_seconds is not None]
-        link_seconds = (seen.link_seconds - min(links)) / max(1, seen.in_flight)
-        seconds = max(seen.service_seconds, seen.uplink_seconds, link_seconds, MIN_SERVICE_SECONDS)
+        link_seconds = (observation.link_seconds - min(links)) / max(1, observation.in_flight)
+        own_seconds = max(observation.service_seconds, observation.uplink_seconds)
+        seconds = max(own_seconds, link_seconds, MIN_SERVICE_SECONDS)
         candidate.seconds = _average(candidate.seconds, seconds)
         candidate.seen_at = now
         candidate.failures = 0
@@ -226,8 +228,8 @@ class StageRouting:
         candidate.banned_until = now + ban_seconds
 
 
-def _average(known: float | None, newest: float) -> float:
-    return newest if known is None else known + EMA_WEIGHT * (newest - known)
+def _average(previous: float | None, newest: float) -> float:
+    return newest if previous is None else previous + EMA_WEIGHT * (newest - previous)
 
 
 def _aged(candidate: _PeerEstimate, prior: float, now: float) -> float:

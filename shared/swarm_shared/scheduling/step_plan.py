@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from swarm_shared.base.types import PeerId
 
 MAX_PLANNED = 4096
-"""Entries of a plan at most, which is repeated beyond: about 5 ms of computing."""
+"""Most entries of a plan, which is repeated for further microbatches: about 5 ms of computing."""
 
 HANDICAP = 1.0
 """Microbatches that each peer is planned as having had before the step. A microbatch passes all
@@ -28,10 +28,10 @@ stages twice, so that the last ones of a slow peer would end long after all othe
 def prior_seconds(rates: Mapping[PeerId, float]) -> dict[PeerId, float]:
     """Return the seconds per microbatch that follow from the roster's rates; the mean rate for
     peers without one. Empty if no rate is known."""
-    known = [rate for rate in rates.values() if rate > 0]
-    if not known:
+    known_rates = [rate for rate in rates.values() if rate > 0]
+    if not known_rates:
         return {}
-    mean = statistics.fmean(known)
+    mean = statistics.fmean(known_rates)
     return {peer: 1 / (rate if rate > 0 else mean) for peer, rate in rates.items()}
 
 
@@ -42,11 +42,13 @@ def plan_step(seconds: tuple[tuple[PeerId, float], ...], microbatches: int) -> t
 
     Cached, because one process may have many senders to the same stage.
     """
-    done_at = [((1 + HANDICAP) * each, peer, each) for peer, each in seconds]
+    done_at = [
+        ((1 + HANDICAP) * peer_seconds, peer, peer_seconds) for peer, peer_seconds in seconds
+    ]
     heapq.heapify(done_at)
     planned: list[tuple[float, PeerId]] = []
     for _ in range(min(microbatches, MAX_PLANNED)):
-        at, peer, each = done_at[0]
-        planned.append((at - HANDICAP * each, peer))
-        heapq.heapreplace(done_at, (at + each, peer, each))
+        peer_done_at, peer, peer_seconds = done_at[0]
+        planned.append((peer_done_at - HANDICAP * peer_seconds, peer))
+        heapq.heapreplace(done_at, (peer_done_at + peer_seconds, peer, peer_seconds))
     return tuple(peer for _, peer in sorted(planned))

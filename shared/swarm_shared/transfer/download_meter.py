@@ -19,8 +19,10 @@ LINE_SECONDS = 15.0
 
 @dataclass(frozen=True, slots=True)
 class DownloadProgress:
+    """How far a download is, and its present rate."""
+
     what: str
-    """For people: "stage 3", "training data"."""
+    """The name that is shown: "stage 3", "training data"."""
     received_bytes: int
     total_bytes: int
     bytes_per_second: float | None
@@ -52,11 +54,12 @@ class DownloadMeter:
 
     @property
     def seconds(self) -> float:
-        """Since the download began."""
+        """Seconds since the download began."""
         return self._clock() - self._began_at
 
     @property
     def progress(self) -> DownloadProgress:
+        """The progress, with the rate over the last WINDOW_SECONDS."""
         now, samples = self._clock(), self._samples
         if not samples:
             return DownloadProgress(self._what, 0, self._total_bytes, None)

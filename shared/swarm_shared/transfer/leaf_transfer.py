@@ -40,8 +40,8 @@ ANSWER_SECONDS = 30.0
 def read_leaves(files: LeafFiles, request: LeafRequest) -> bytes:
     """Return the payload of the answer. Blocking; DataError when it cannot be read."""
     parts: list[bytes] = []
-    for one in request.leaves:
-        wanted = LeafId(one.shard, one.leaf)
+    for request_leaf in request.leaves:
+        wanted = LeafId(request_leaf.shard, request_leaf.leaf)
         parts.append(files.proof(wanted))
         if request.content:
             parts.append(files.content(wanted))
@@ -69,6 +69,7 @@ class LeafStream:
     async def open(
         cls, node: Node, source: TransferSource, hello: TransferHello, manifest: Manifest
     ) -> LeafStream:
+        """Open a stream to a holder and send the hello. NetworkError when it cannot be reached."""
         stream = await node.open_stream(
             source.peer, TRANSFER_PROTOCOL, LEAF_LIMITS, source.addresses
         )
@@ -84,7 +85,7 @@ class LeafStream:
         holder cannot serve them."""
         assert len(leaves) <= MAX_LEAVES_ASKED
         request = LeafRequest(
-            leaves=tuple(WantedLeaf(shard=one.shard, leaf=one.leaf) for one in leaves),
+            leaves=tuple(WantedLeaf(shard=leaf.shard, leaf=leaf.leaf) for leaf in leaves),
             content=content,
         )
         await self._stream.send(encode(request), timeout_seconds=ANSWER_SECONDS)
@@ -99,18 +100,20 @@ class LeafStream:
     def _cut(
         self, leaves: Sequence[LeafId], payload: bytes | bytearray, *, content: bool
     ) -> list[FetchedLeaf]:
-        found: list[FetchedLeaf] = []
-        shapes = [leaf_shape(self._manifest, one) for one in leaves]
+        fetched: list[FetchedLeaf] = []
+        shapes = [leaf_shape(self._manifest, leaf) for leaf in leaves]
         sizes = [shape.size_bytes if content else 0 for shape in shapes]
         if len(payload) != sum(sizes) + sum(shape.proof_bytes for shape in shapes):
             raise ProtocolError(f"{self._stream.remote} sent leaves of a wrong size")
         start = 0
-        for one, shape, size in zip(leaves, shapes, sizes, strict=True):
+        for leaf, shape, size in zip(leaves, shapes, sizes, strict=True):
             middle = start + shape.proof_bytes
             end = middle + size
-            found.append(FetchedLeaf(one, bytes(payload[start:middle]), bytes(payload[middle:end])))
+            fetched.append(
+                FetchedLeaf(leaf, bytes(payload[start:middle]), bytes(payload[middle:end]))
+            )
             start = end
-        return found
+        return fetched
 
     async def close(self) -> None:
         await self._stream.reset()

@@ -49,9 +49,11 @@ class PartFile:
 
     @property
     def chunks(self) -> int:
+        """Number of chunks of the item."""
         return -(-self.total_bytes // CHUNK_BYTES)
 
     def chunk_bytes(self, index: int) -> int:
+        """Size of a chunk; the last one may be shorter."""
         return min(CHUNK_BYTES, self.total_bytes - index * CHUNK_BYTES)
 
     def is_complete(self) -> bool:
@@ -146,20 +148,20 @@ class PartFile:
         if not lines or lines[0] != self._heading:
             self._part.unlink(missing_ok=True)
             return {}
-        found: dict[int, str] = {}
+        present: dict[int, str] = {}
         for line in lines[1:]:
             index, _, digest = line.partition(" ")
             if index.isdecimal() and int(index) < self.chunks and len(digest) == 64:
-                found[int(index)] = digest
-        return found
+                present[int(index)] = digest
+        return present
 
     def _check_space(self) -> None:
         # A part file is sparse: only its allocated blocks take space already.
-        taken = 0
+        allocated_bytes = 0
         with contextlib.suppress(OSError):
             status = self._part.stat()
-            taken = getattr(status, "st_blocks", 0) * 512
-        needed = max(0, self.total_bytes - taken) + FREE_MARGIN_BYTES
+            allocated_bytes = getattr(status, "st_blocks", 0) * 512
+        needed = max(0, self.total_bytes - allocated_bytes) + FREE_MARGIN_BYTES
         free = shutil.disk_usage(self.destination.parent).free
         if free < needed:
             raise StorageError(

@@ -87,7 +87,7 @@ MAX_CHUNK_ANSWERS = 256
 """Answers with chunks of files in memory at once: 256 MiB. Further requests wait. A stream between
 two requests holds no memory."""
 MAX_LEAF_ANSWERS = 256
-"""The same with leaves: 135 MiB."""
+"""Answers with leaves in memory at once: 135 MiB."""
 MAX_STREAMS_PER_PEER = 8
 
 Catalogue = Callable[[str, PeerId], Path | None]
@@ -305,7 +305,7 @@ async def _fetch_and_verify(work: _Fetch, sources: Sequence[TransferSource]) -> 
         work.failures[honest[0].peer] = "what it served does not have the expected hash"
         honest = []
     # The fastest first: a dishonest one may take as long as a slow link would.
-    for source in sorted(honest, key=lambda one: -work.chunks_from[one.peer]):
+    for source in sorted(honest, key=lambda candidate: -work.chunks_from[candidate.peer]):
         log.warning("%s came with a wrong hash; %s is tried alone", work.item, source.peer)
         await in_thread(work.part.restart)
         work.begin(set())
@@ -344,28 +344,28 @@ async def _fetch_missing(work: _Fetch, sources: Sequence[TransferSource]) -> Non
 
 async def _use_source(work: _Fetch, source: TransferSource) -> None:
     """Fetch chunks from one source until none is missing or the source fails."""
-    taken: list[int] = []
+    requested: list[int] = []
     try:
         stream = await work.node.open_stream(
             source.peer, TRANSFER_PROTOCOL, FETCHING_LIMITS, source.addresses
         )
         try:
             await stream.send(encode(work.hello), timeout_seconds=work.stall_seconds)
-            await _fetch_chunks(work, stream, taken)
+            await _fetch_chunks(work, stream, requested)
         finally:
             await stream.reset()
     except (NetworkError, ProtocolError, AdmissionError) as error:
         work.failures[source.peer] = str(error)
         log.info("%s: %s is not used any more: %s", work.item, source.peer, error)
-        work.open_chunks.extend(reversed(taken))
+        work.open_chunks.extend(reversed(requested))
         work.notify()
 
 
-async def _fetch_chunks(work: _Fetch, stream: FramedStream, taken: list[int]) -> None:
+async def _fetch_chunks(work: _Fetch, stream: FramedStream, requested: list[int]) -> None:
     while work.missing:
-        while work.open_chunks and len(taken) < REQUESTS_IN_FLIGHT:
+        while work.open_chunks and len(requested) < REQUESTS_IN_FLIGHT:
             index = work.open_chunks.pop()
-            taken.append(index)
+            requested.append(index)
             await stream.send(
                 encode(
                     ChunkRequest(
@@ -376,14 +376,14 @@ async def _fetch_chunks(work: _Fetch, stream: FramedStream, taken: list[int]) ->
                 ),
                 timeout_seconds=work.stall_seconds,
             )
-        if not taken:
+        if not requested:
             # Other sources have the remaining chunks; if one fails, its chunks come back.
             await work.changed.wait()
             continue
-        index = taken[0]
+        index = requested[0]
         content, digest = await _receive_chunk(work, stream, index)
         await in_thread(work.part.write, index, content, digest)
-        taken.pop(0)
+        requested.pop(0)
         work.missing -= 1
         work.received_bytes += len(content)
         work.chunks_from[stream.remote] += 1

@@ -44,8 +44,8 @@ MAX_ENTITLED = 1_000_000
 MAX_SUM_STATEMENTS = 2 * MAX_REDUCTION_MEMBERS
 """Most statements of a lie about an average."""
 MAX_SUM_CHARACTERS = 8 * 2**20
-"""Most characters of these, half of what a line of the ledger takes: with details the statements of
-a thousand members have ten times as many."""
+"""Most characters of the statements of a lie about an average, half of what a line of the ledger
+takes: with details the statements of a thousand members have ten times as many."""
 
 
 class SignedStatement(FrozenModel):
@@ -57,14 +57,14 @@ class SignedStatement(FrozenModel):
 
 
 class Evidence(FrozenModel):
-    """What the outcome of an audit follows from."""
+    """The signed statements and settings from which the outcome of an audit follows."""
 
     receipt: Envelope
     """The signed receipt of the audited cell, in base64."""
     binding: OwnerEnvelope = ""
     """The owner binding of the audited peer; empty: it is its own owner."""
     statements: Annotated[tuple[SignedStatement, ...], Field(max_length=MAX_VOTERS)]
-    """In the order in which the auditors were asked."""
+    """The auditors' statements, in the order in which the auditors were asked."""
     tolerance: Finite = Field(ge=0, le=1)
     """Largest relative L2 distance that counts as rounding."""
     trusted_owners: Annotated[tuple[PeerId, ...], Field(max_length=MAX_TRUSTED_OWNERS)] = ()
@@ -103,7 +103,7 @@ class SumVerdict(FrozenModel):
     statements: Annotated[
         tuple[SumEnvelope, ...], Field(min_length=1, max_length=MAX_SUM_STATEMENTS)
     ]
-    """Signed by members (`SumStatement`) and auditors (`AuditStatement`), in base64."""
+    """Statements signed by members (`SumStatement`) and auditors (`AuditStatement`), in base64."""
 
 
 def sum_evidence(own: Iterable[str], others: Iterable[str]) -> tuple[str, ...]:
@@ -125,7 +125,7 @@ class Judgement:
 
     receipt: Receipt
     owner: PeerId
-    """Of the audited peer."""
+    """The owner of the audited peer."""
     votes: tuple[Vote, ...]
     outcome: Outcome
 
@@ -148,13 +148,15 @@ def judge(run: RunId, evidence: Evidence) -> Judgement:
         raise ProtocolError("the audited receipt is of another run")
     owner = _owner_of(receipt.peer, evidence.binding)
     claim = Claim(receipt.transcript, receipt.loss_sum)
-    votes = tuple(_vote(receipt, claim, one, evidence.tolerance) for one in evidence.statements)
+    votes = tuple(
+        _vote(receipt, claim, statement, evidence.tolerance) for statement in evidence.statements
+    )
     voters = [owner, *(vote.owner for vote in votes)]
-    twice = next((one for one in voters if voters.count(one) > 1), None)
+    twice = next((voter for voter in voters if voters.count(voter) > 1), None)
     if twice is not None:
         raise ProtocolError(f"the owner {twice} has more than one vote")
     devices = [receipt.peer, *(vote.peer for vote in votes)]
-    again = next((one for one in devices if devices.count(one) > 1), None)
+    again = next((device for device in devices if devices.count(device) > 1), None)
     if again is not None:
         raise ProtocolError(f"the device {again} has more than one vote, for several owners")
     if evidence.entitled < len(voters):
@@ -168,19 +170,19 @@ def judge(run: RunId, evidence: Evidence) -> Judgement:
 
 def check_verdict(run: RunId, verdict: Verdict) -> Judgement:
     """Return what the evidence shows; ProtocolError if the verdict does not follow from it."""
-    found = judge(run, verdict.evidence)
-    receipt = found.receipt
+    judgement = judge(run, verdict.evidence)
+    receipt = judgement.receipt
     cell = (verdict.step, verdict.microbatch, verdict.stage)
     if (receipt.step, receipt.microbatch, receipt.stage) != cell:
         raise ProtocolError("the audited receipt is of another microbatch than the verdict")
-    if (verdict.peer, verdict.owner) not in found.losers:
+    if (verdict.peer, verdict.owner) not in judgement.losers:
         raise ProtocolError(
-            f"the evidence shows that the audit is {found.outcome.value}, and not that "
+            f"the evidence shows that the audit is {judgement.outcome.value}, and not that "
             f"{verdict.peer} of the owner {verdict.owner} has lost it"
         )
     if verdict.void_after > verdict.step:
         raise ProtocolError(f"it voids the credit after step {verdict.void_after}, which is late")
-    return found
+    return judgement
 
 
 def check_sum_verdict(run: RunId, verdict: SumVerdict) -> None:
@@ -208,16 +210,17 @@ def _sum_or_audit(envelope: bytes) -> SumStatement | AuditStatement:
 def _vote(receipt: Receipt, claim: Claim, signed: SignedStatement, tolerance: float) -> Vote:
     statement = AuditStatement.open(decode_envelope(signed.statement, "an auditor's statement"))
     audited = (receipt.run, receipt.step, receipt.microbatch, receipt.stage, receipt.peer)
-    of = (statement.run, statement.step, statement.microbatch, statement.stage, statement.peer)
-    if of != audited:
+    stated = (statement.run, statement.step, statement.microbatch, statement.stage, statement.peer)
+    if stated != audited:
         raise ProtocolError(f"the statement of {statement.auditor} is of another receipt")
     # A statement that was entered without a comparison gives the same finding here.
-    found = finding(claim, statement, tolerance, compared=True)
-    assert found is not None
+    statement_finding = finding(claim, statement, tolerance, compared=True)
+    assert statement_finding is not None
     owner = _owner_of(statement.auditor, signed.binding)
     return Vote(
-        owner, statement.auditor, found, signed.statement, statement.distance, signed.binding
-    )
+        owner, statement.auditor, statement_finding, signed.statement, statement.distance,
+        signed.binding,
+    )  # fmt: skip
 
 
 def _owner_of(peer: PeerId, binding: str) -> PeerId:

@@ -53,7 +53,7 @@ class Vote:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What the audited receipt says."""
+    """The part of the audited receipt that auditors check."""
 
     transcript: Transcript
     loss_sum: float | None
@@ -62,10 +62,11 @@ class Claim:
 def finding(
     claim: Claim, statement: AuditStatement, tolerance: float, *, compared: bool
 ) -> Finding | None:
-    """What a statement says of a claim; None if the auditor must compare the tensors first.
+    """Return the finding of a statement about a claim; None if the auditor must compare the tensors
+    first.
 
-    `compared`: the auditor was asked for the distance, so that a statement without one says that
-    the audited peer has not given the tensors it claims.
+    `compared`: whether the auditor was asked for the distance; a statement without one then means
+    that the audited peer has not given the tensors it claims.
     """
     if statement.transcript is None:
         return Finding.WITHHELD
@@ -94,7 +95,7 @@ def outcome(votes: Sequence[Vote], entitled: int, trusted: Collection[PeerId]) -
     """
     for vote in votes:
         if vote.owner in trusted:
-            return _OF[vote.finding]
+            return _OUTCOMES[vote.finding]
     against = [vote for vote in votes if vote.finding is not Finding.AGREES]
     if votes and not against:
         return Outcome.PASSED
@@ -107,7 +108,7 @@ def outcome(votes: Sequence[Vote], entitled: int, trusted: Collection[PeerId]) -
     return Outcome.OPEN
 
 
-_OF = {
+_OUTCOMES = {
     Finding.AGREES: Outcome.PASSED,
     Finding.DIFFERS: Outcome.LOST,
     Finding.WITHHELD: Outcome.WITHHELD,

@@ -81,8 +81,8 @@ class AccumulatedSet(Generic[KeptT]):
                 self._kept_bytes -= inputs.nbytes
 
     def removal(self, microbatches: Iterable[MicrobatchIndex]) -> Removal[KeptT] | None:
-        """What taking these out needs; None if one of them cannot be computed again. Microbatches
-        that are not in the set are skipped."""
+        """The removal of these microbatches; None if one of them cannot be computed again.
+        Microbatches that are not in the set are skipped."""
         wanted = tuple(sorted(self._kept.keys() & set(microbatches)))
         if len(wanted) == len(self._kept):
             return Removal(wanted, ())
@@ -90,7 +90,7 @@ class AccumulatedSet(Generic[KeptT]):
         return Removal(wanted, inputs) if len(inputs) == len(wanted) else None
 
     def remove(self, microbatches: Iterable[MicrobatchIndex]) -> None:
-        """Record that these have been taken out of the sum."""
+        """Record that these microbatches have been taken out of the sum."""
         for microbatch in microbatches:
             kept = self._kept.pop(microbatch)
             self._kept_bytes -= 0 if kept is None else kept.nbytes

@@ -61,35 +61,36 @@ class ComputeOrder(Generic[T]):
         return any(self._waiting.values())
 
     def add(self, part: Part, step: Step, microbatch: MicrobatchIndex, item: T) -> None:
+        """Enter a computation; `item` is returned when its turn has come."""
         self._waiting[part].append(_Waiting(step, microbatch, item))
 
     def discard(self, matches: Callable[[T], bool]) -> bool:
         """Drop the first computation that matches; False if none does."""
         for queue in self._waiting.values():
-            for one in queue:
-                if matches(one.item):
-                    queue.remove(one)
+            for waiting in queue:
+                if matches(waiting.item):
+                    queue.remove(waiting)
                     return True
         return False
 
     def next_forward(self) -> T | None:
         """Return the forward whose turn is before that of all others that wait."""
-        found = self._first(Part.FORWARD)
-        return None if found is None else found.item
+        forward = self._first(Part.FORWARD)
+        return None if forward is None else forward.item
 
     def take(self, *, memory_short: bool) -> T:
         """Take out the computation whose turn it is. `memory_short`: whether what is kept for the
         gradients of weights leaves too little for a forward. IndexError if none waits."""
         part = self._turn(memory_short)
-        found = self._first(part)
-        if found is None:
+        chosen = self._first(part)
+        if chosen is None:
             raise IndexError("no computation waits")
-        self._waiting[part].remove(found)
+        self._waiting[part].remove(chosen)
         if part is Part.AUDIT:
             self._before_audit = COMPUTATIONS_BEFORE_AUDIT
         elif self._waiting[Part.AUDIT]:
             self._before_audit -= 1
-        return found.item
+        return chosen.item
 
     def _turn(self, memory_short: bool) -> Part:
         forward, weights = self._first(Part.FORWARD), self._first(Part.WEIGHT_GRADIENTS)
@@ -108,4 +109,4 @@ class ComputeOrder(Generic[T]):
 
     def _first(self, part: Part) -> _Waiting[T] | None:
         waiting = self._waiting[part]
-        return min(waiting, key=lambda one: (one.step, one.microbatch), default=None)
+        return min(waiting, key=lambda entry: (entry.step, entry.microbatch), default=None)

@@ -99,7 +99,7 @@ class Transmit:
     accumulate: tuple[StageIndex, ...]
     """The stages that shall count the microbatch."""
     is_copy: bool
-    """Whether another copy of it may be under way."""
+    """Whether another copy of the microbatch may be under way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ class _Edge:
     peer: PeerId
     credits: int
     requests: dict[int, _Sent] = field(default_factory=dict)
-    """In flight, by number."""
+    """The requests in flight, by number."""
 
     @property
     def has_room(self) -> bool:
@@ -157,10 +157,10 @@ class _Delivery:
     step: Step
     microbatch: MicrobatchIndex
     attempts: list[_Attempt] = field(default_factory=list)
-    """Those under way."""
+    """The attempts under way."""
     hedges: int = 0
     reason: str | None = None
-    """Why the first of its attempts to end did so: it has retried most often."""
+    """Why the first ended attempt of this delivery has ended: it has retried most often."""
 
     def sent(self) -> list[_Sent]:
         return [a.state for a in self.attempts if isinstance(a.state, _Sent)]
@@ -172,7 +172,7 @@ class _Delivery:
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """For a peer with room."""
+    """The state of an attempt that waits for a peer with room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,14 +182,14 @@ class _Sent:
     edge: _Edge
     at: float
     in_flight: int
-    """Requests in flight on the edge when it was sent, itself included."""
+    """Requests in flight on the edge when this one was sent, itself included."""
     expected_at: float
-    """When the answer is expected, but for the usual latency."""
+    """Time at which the answer is expected, without the usual latency."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Pausing:
-    """After a refusal."""
+    """The state of an attempt that pauses after a refusal."""
 
     until: float
 
@@ -242,22 +242,22 @@ class Dispatcher:
         self._routing = routing
         self._serving: dict[PeerId, None] = {}
         self._edges: dict[PeerId, _Edge] = {}
-        """Edges that take requests. One that only finishes what it has is in its requests alone."""
+        """Edges that take requests. An edge that only finishes its requests is not listed here."""
         self._opening: dict[PeerId, None] = {}
         self._deliveries: dict[int, _Delivery] = {}
         self._waiting: dict[_Attempt, float] = {}
-        """Since when, in the order in which they began to wait."""
+        """The waiting attempts, each with the time since when, in the order in which they began."""
         self._pausing: dict[_Attempt, _Pausing] = {}
         self._sent: dict[int, _Sent] = {}
-        """By request, in the order in which they were sent."""
+        """The requests in flight by number, in the order in which they were sent."""
         self._asking: dict[int, _AskingMask] = {}
-        """By query."""
+        """The attempts that ask for a mask, by the number of the query."""
         self._numbers = itertools.count(1)
         self._oldest_step: Step | None = Step(0)
         self._closed = False
         self._retry_at: float | None = None
-        """When an attempt that waits may be sent although nothing is reported: a ban ends, or the
-        time in which a planned peer's edge was to open."""
+        """When an attempt that waits may be sent although nothing is reported: at the end of a ban,
+        or of the time in which a planned peer's edge was to open."""
         self._overdue_checked_at = -math.inf
         self._actions: list[Action] = []
 
@@ -267,10 +267,8 @@ class Dispatcher:
         return actions
 
     def wakes_at(self) -> float | None:
-        """When `tick` has to be called at the latest, if nothing is reported before; None: never.
-
-        To be read after every report.
-        """
+        """The time at which `tick` has to be called at the latest, if nothing is reported before;
+        None: never. Read it after every report."""
         times = [] if self._retry_at is None else [self._retry_at]
         if self._pausing:
             times.append(min(pausing.until for pausing in self._pausing.values()))
@@ -323,7 +321,7 @@ class Dispatcher:
             self._dispatch(now)
 
     def oldest_step_is(self, step: Step | None, now: float) -> None:
-        """Abandon what is of an older step, now and when it is submitted; for None everything."""
+        """Abandon deliveries of older steps, present and future ones; None: of every step."""
         self._oldest_step = step
         for delivery in list(self._deliveries.values()):
             if not self._wants(delivery.step):
@@ -349,8 +347,8 @@ class Dispatcher:
     def roster_changed(
         self, serving: Mapping[PeerId, float], present: Container[PeerId], now: float
     ) -> None:
-        """`serving` are the peers that accept work at the stage, with their rates in microbatches
-        per second (0: unknown), `present` all in the roster.
+        """Take over a changed roster. `serving` are the peers that accept work at the stage, with
+        their rates in microbatches per second (0: unknown); `present` are all in the roster.
 
         What is in flight to a peer that is not present any more fails at once; a peer that merely
         serves no longer (it has moved, or leaves) finishes what it has.
@@ -367,7 +365,8 @@ class Dispatcher:
         self._dispatch(now)
 
     def opened(self, peer: PeerId, credits: int, now: float) -> None:
-        """The edge to `peer` is open, which has granted `credits` requests at a time."""
+        """Report that the edge to `peer` is open, and that the peer has granted `credits` requests
+        at a time."""
         del self._opening[peer]
         self._edges[peer] = _Edge(peer, credits)
         if peer not in self._serving:
@@ -375,14 +374,14 @@ class Dispatcher:
         self._dispatch(now)
 
     def open_failed(self, peer: PeerId, now: float) -> None:
-        """No edge to `peer` could be opened."""
+        """Report that no edge to `peer` could be opened."""
         del self._opening[peer]
         self._routing.failed(peer, now)
         self._dispatch(now)
 
     def edge_lost(self, peer: PeerId, reason: str, now: float) -> None:
-        """The edge to `peer` has ended, and with it every request on it. (A request on an earlier
-        edge to the peer, one that `CloseEdge` named, fails by `failed`.)"""
+        """Report that the edge to `peer` has ended, and with it every request on it. (A request on
+        an edge that `CloseEdge` has named is reported by `failed` instead.)"""
         edge = self._edges.pop(peer, None)
         if edge is not None:
             for sent in list(edge.requests.values()):
@@ -391,8 +390,8 @@ class Dispatcher:
             self._dispatch(now)
 
     def retire(self, peer: PeerId, now: float) -> None:
-        """There is a better link to `peer`: the next request opens an edge over it; what is in
-        flight on the present edge finishes there."""
+        """Give up the present edge to `peer`, because there is a better link: the next request
+        opens a new edge; requests in flight finish on the old one."""
         if peer in self._edges:
             self._close_edge(peer)
             self._dispatch(now)
@@ -411,19 +410,19 @@ class Dispatcher:
         uplink_seconds: float,
         now: float,
     ) -> None:
-        """The gradient has arrived. The seconds are those that the peer reported: of computing,
+        """Report that the gradient has arrived. The peer has reported the seconds: of computing,
         from the request's arrival there to its answer, and of its uplink per microbatch."""
         sent = self._sent.get(request)
         if sent is None:
             return
-        taken = now - sent.at
+        elapsed = now - sent.at
         # The share of the time that the peer's own account does not explain is the link's.
-        link_seconds = max(0.0, taken - total_seconds) if total_seconds else 0.0
-        seen = Observation(
-            min(service_seconds, taken), uplink_seconds, link_seconds, sent.in_flight
+        link_seconds = max(0.0, elapsed - total_seconds) if total_seconds else 0.0
+        observation = Observation(
+            min(service_seconds, elapsed), uplink_seconds, link_seconds, sent.in_flight
         )
-        self._latency.observe(taken)
-        self._routing.observe(sent.edge.peer, seen, now)
+        self._latency.observe(elapsed)
+        self._routing.observe(sent.edge.peer, observation, now)
         self._forget(sent)
         delivery = sent.attempt.delivery
         delivery.attempts.remove(sent.attempt)
@@ -432,7 +431,7 @@ class Dispatcher:
         self._dispatch(now)
 
     def refused(self, request: int, reason: RefusalReason, detail: str, now: float) -> None:
-        """The peer has refused the request."""
+        """Report that the peer has refused the request."""
         sent = self._sent.get(request)
         if sent is None:
             return
@@ -446,7 +445,8 @@ class Dispatcher:
         self._dispatch(now)
 
     def failed(self, request: int, reason: str, now: float) -> None:
-        """The request has failed, and whether the peer has counted the microbatch is unknown."""
+        """Report that the request has failed; whether the peer has counted the microbatch is
+        unknown."""
         sent = self._sent.get(request)
         if sent is not None:
             self._forget(sent)
@@ -454,8 +454,8 @@ class Dispatcher:
             self._dispatch(now)
 
     def masked(self, query: int, missing: tuple[StageIndex, ...] | None, now: float) -> None:
-        """The stages that have not counted the microbatch. None: there is no coordinator, or the
-        session ended before it answered."""
+        """Report the coordinator's answer to AskMask: the stages that have not counted the
+        microbatch. None: there is no coordinator, or the session ended before it answered."""
         asking = self._asking.pop(query, None)
         if asking is None:
             return
@@ -479,8 +479,8 @@ class Dispatcher:
         self._waiting[attempt] = now
 
     def _dispatch(self, now: float) -> None:
-        """Send what waits, in its order, as far as there is room; open an edge where a peer without
-        one would be done sooner."""
+        """Send waiting attempts, in their order, as far as there is room; open an edge where a peer
+        without one would be done sooner."""
         self._retry_at = None
         if not self._waiting:
             return
@@ -488,16 +488,16 @@ class Dispatcher:
         awaited = {peer for peer, _ in awaiting.values()}
         opening = [p for p in self._opening if p in self._serving and p not in awaited]
         for attempt in [a for a in self._waiting if a not in awaiting]:
-            has_it = attempt.delivery.peers()
-            expected = next((peer for peer in opening if peer not in has_it), None)
+            holders = attempt.delivery.peers()
+            expected = next((peer for peer in opening if peer not in holders), None)
             if expected is not None:
                 opening.remove(expected)
-            peer = self._choose(attempt, has_it, now, may_open=expected is None)
+            peer = self._choose(attempt, holders, now, may_open=expected is None)
             if peer is not None and peer not in self._edges:
                 self._open(peer)
                 # Which may take long, and fail in the end: meanwhile any open edge will do.
-                peer = self._choose(attempt, has_it, now, may_open=False)
-            elif peer is None and expected is None and not has_it:
+                peer = self._choose(attempt, holders, now, may_open=False)
+            elif peer is None and expected is None and not holders:
                 break  # nor is there a peer for any later attempt
             if peer is not None:
                 self._transmit(attempt, self._edges[peer], now)
@@ -529,12 +529,12 @@ class Dispatcher:
             self._actions.append(OpenEdge(peer))
 
     def _choose(
-        self, attempt: _Attempt, has_it: Container[PeerId], now: float, *, may_open: bool
+        self, attempt: _Attempt, holders: Container[PeerId], now: float, *, may_open: bool
     ) -> PeerId | None:
         in_flight: dict[PeerId, int] = {}
         for peer in self._serving:
             edge = self._edges.get(peer)
-            if peer in has_it:
+            if peer in holders:
                 continue
             if edge is not None:
                 if edge.has_room:
@@ -557,7 +557,7 @@ class Dispatcher:
         )
 
     def _forget(self, sent: _Sent) -> None:
-        """The request is no longer in flight."""
+        """Remove a request that is no longer in flight."""
         del self._sent[sent.request]
         del sent.edge.requests[sent.request]
 
@@ -590,8 +590,7 @@ class Dispatcher:
         )
 
     def _hedge_overdue(self, now: float) -> None:
-        """Begin another attempt of each delivery that is with peers only, the latest of them
-        overdue."""
+        """Hedge each delivery whose attempts are all in flight and whose latest one is overdue."""
         limit_seconds = self._latency.limit_seconds(self._depth)
         for delivery in list(self._deliveries.values()):
             if self._waiting:
@@ -599,7 +598,7 @@ class Dispatcher:
             sent = delivery.sent()
             if len(sent) < len(delivery.attempts) or delivery.hedges >= MAX_HEDGES:
                 continue
-            latest = max(sent, key=lambda one: one.at)
+            latest = max(sent, key=lambda request: request.at)
             if now < latest.expected_at + limit_seconds or not self._has_other_room(
                 delivery.peers()
             ):
@@ -610,10 +609,10 @@ class Dispatcher:
             hedge = _begin_attempt(delivery, latest.attempt.accumulate, is_copy=True)
             self._ask_mask(hedge, overdue)
 
-    def _has_other_room(self, has_it: Container[PeerId]) -> bool:
+    def _has_other_room(self, holders: Container[PeerId]) -> bool:
         edges = self._edges
         return any(
-            peer not in has_it and (peer not in edges or edges[peer].has_room)
+            peer not in holders and (peer not in edges or edges[peer].has_room)
             for peer in self._serving
         )
 

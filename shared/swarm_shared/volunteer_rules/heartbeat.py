@@ -30,10 +30,10 @@ RELATIVE_CHANGE = 0.1
 """Relative change of a path's RTT or rate above which the path is reported again."""
 
 RTT_JITTER_SECONDS = 0.002
-"""Absolute change of the RTT required as well; short paths jitter."""
+"""Absolute change of the RTT that is required in addition; short paths jitter."""
 
 RATE_JITTER_BYTES_PER_SECOND = 1000.0
-"""Absolute change of the rate required as well."""
+"""Absolute change of the rate that is required in addition."""
 
 SIGNIFICANT_DIGITS = 3
 """Digits to which rates are rounded; they are means of few measurements."""
@@ -72,7 +72,10 @@ class HeartbeatDelta:
         self._links_allowed = self._paths_allowed = 1.0
 
     def heartbeat(self, present: HeartbeatSnapshot, members: int) -> Heartbeat:
-        """Return what has changed, and record it as reported."""
+        """Return the heartbeat with the changes since the last one, and record them as reported.
+
+        `members`: number of members of the run, which share the rate of link reports.
+        """
         share = LINK_REPORTS_PER_SECOND * self._heartbeat_seconds / max(1, members)
         self._links_allowed = min(self._links_allowed + share, max(share, 1.0))
         self._paths_allowed = min(self._paths_allowed + share, max(share, 1.0))
@@ -106,15 +109,15 @@ class HeartbeatDelta:
         return gone
 
     def _new_links(self, links: Iterable[LinkBytes]) -> tuple[LinkBytes, ...]:
-        now = {(link.remote, link.protocol): link for link in links}
-        changed = {key: link for key, link in now.items() if self._links.get(key) != link}
+        current = {(link.remote, link.protocol): link for link in links}
+        changed = {key: link for key, link in current.items() if self._links.get(key) != link}
         return _select_changed(self._links, changed, int(self._links_allowed), MAX_LINKS)
 
     def _new_paths(self, paths: Iterable[LinkPath]) -> tuple[LinkPath, ...]:
-        now = {path.remote: path for path in paths}
+        current = {path.remote: path for path in paths}
         changed = {
             remote: path
-            for remote, path in now.items()
+            for remote, path in current.items()
             if (reported := self._paths.get(remote)) is None or not alike(reported, path)
         }
         rerouted = {
@@ -129,13 +132,13 @@ class HeartbeatDelta:
 
 
 def _select_changed(
-    reported: dict[KeyT, ValueT], changed: dict[KeyT, ValueT], allowed: int, most: int
+    reported: dict[KeyT, ValueT], changed: dict[KeyT, ValueT], allowed: int, capacity: int
 ) -> tuple[ValueT, ...]:
     """Select up to `allowed` changed entries, never reported ones first, and move them to the end
     of `reported`."""
-    room = max(0, min(allowed, MAX_REPORTED_AT_ONCE, most))
+    room = max(0, min(allowed, MAX_REPORTED_AT_ONCE, capacity))
     never = [key for key in changed if key not in reported]
-    chosen = never[: max(0, min(room, most - len(reported)))]
+    chosen = never[: max(0, min(room, capacity - len(reported)))]
     if len(chosen) < room:
         again = [key for key in reported if key in changed]
         chosen += again[: room - len(chosen)]
@@ -145,24 +148,25 @@ def _select_changed(
     return tuple(changed[key] for key in chosen)
 
 
-def alike(reported: LinkPath, now: LinkPath) -> bool:
+def alike(reported: LinkPath, current: LinkPath) -> bool:
     """Whether the two reports differ by no more than jitter."""
     return (
-        _same_route(reported, now)
-        and _within_jitter(reported.rtt_seconds, now.rtt_seconds, RTT_JITTER_SECONDS)
+        _same_route(reported, current)
+        and _within_jitter(reported.rtt_seconds, current.rtt_seconds, RTT_JITTER_SECONDS)
         and _within_jitter(
-            reported.bytes_per_second, now.bytes_per_second, RATE_JITTER_BYTES_PER_SECOND
+            reported.bytes_per_second, current.bytes_per_second, RATE_JITTER_BYTES_PER_SECOND
         )
     )
 
 
-def _same_route(one: LinkPath, other: LinkPath) -> bool:
-    return (one.kind, one.relay) == (other.kind, other.relay)
+def _same_route(reported: LinkPath, current: LinkPath) -> bool:
+    return (reported.kind, reported.relay) == (current.kind, current.relay)
 
 
-def _within_jitter(one: float, other: float, jitter: float) -> bool:
-    return abs(one - other) <= max(jitter, RELATIVE_CHANGE * max(one, other))
+def _within_jitter(reported: float, current: float, jitter: float) -> bool:
+    return abs(reported - current) <= max(jitter, RELATIVE_CHANGE * max(reported, current))
 
 
 def rounded(value: float) -> float:
+    """A value with SIGNIFICANT_DIGITS digits."""
     return float(f"{value:.{SIGNIFICANT_DIGITS}g}")

@@ -47,7 +47,7 @@ class LatencyEstimate:
 
     def limit_seconds(self, depth: int) -> float:
         """Return the seconds after which an answer through `depth` stages is overdue."""
-        least = self._min_seconds + OVERDUE_SECONDS_PER_STAGE * (depth - 1)
+        minimum = self._min_seconds + OVERDUE_SECONDS_PER_STAGE * (depth - 1)
         if self._mean is None:
-            return max(least, self._unknown_seconds)
-        return max(least, self._mean + DEVIATIONS * self._deviation)
+            return max(minimum, self._unknown_seconds)
+        return max(minimum, self._mean + DEVIATIONS * self._deviation)

@@ -42,8 +42,8 @@ class StartedMicrobatch:
 
 
 def handed_back(lease: Lease, leased: LeasedMicrobatch, reason: str = "") -> LeaseResult:
-    """The message that returns a microbatch to the coordinator; without a reason one that was not
-    started."""
+    """The message that returns a microbatch to the coordinator; `reason` is empty if the microbatch
+    was not started."""
     return LeaseResult(
         step=lease.step, microbatch=leased.microbatch, lease=lease.lease,
         ok=False, reason=reason[:MAX_SENTENCE_CHARACTERS],
@@ -62,7 +62,8 @@ class LeaseQueue:
         self._leaving = False
 
     def take(self, lease: Lease) -> list[LeaseResult]:
-        """Accept a lease; return what goes back at once. ProtocolError where too many wait."""
+        """Accept a lease; return the results of microbatches that are handed back at once.
+        ProtocolError where too many wait."""
         if len(self._waiting) + len(lease.microbatches) > MAX_WAITING:
             raise ProtocolError(
                 f"the coordinator leases {len(lease.microbatches)} microbatches, and "
@@ -76,12 +77,12 @@ class LeaseQueue:
 
     def start(self, oldest_step: Step | None, now: float) -> list[StartedMicrobatch]:
         """The microbatches to start now. Steps before `oldest_step` are over; None if this peer
-        holds no stage, and so knows of no step that is."""
+        holds no stage, so that it does not know which steps are over."""
         if oldest_step is not None:
             self._waiting = [entry for entry in self._waiting if entry[0].step >= oldest_step]
         free = self._flight.size(self._min_window, self._max_window) - self._flight.in_flight
         begun, self._waiting = self._waiting[: max(0, free)], self._waiting[max(0, free) :]
-        return [StartedMicrobatch(lease, one, self._flight.sent(now)) for lease, one in begun]
+        return [StartedMicrobatch(lease, leased, self._flight.sent(now)) for lease, leased in begun]
 
     def finished(self, microbatch: StartedMicrobatch, now: float, *, ok: bool) -> None:
         """Record the end of a started microbatch."""
@@ -91,12 +92,13 @@ class LeaseQueue:
             self._flight.failed()
 
     def leave(self) -> list[LeaseResult]:
-        """Accept no lease any more; return what goes back."""
+        """Accept no lease any more; return the results that hand waiting microbatches back."""
         self._leaving = True
         return self._refuse()
 
     def pause(self) -> list[LeaseResult]:
-        """Accept no lease until `resume`; return what goes back."""
+        """Accept no lease until `resume`; return the results that hand waiting microbatches
+        back."""
         return [] if self._leaving else self._refuse()
 
     def resume(self) -> None:

@@ -44,12 +44,12 @@ class Computation:
     accumulate: bool
     """Whether the worker is asked to add the gradient."""
     removals: int
-    """How often the microbatch had been removed from the accumulator before."""
+    """Number of times that the microbatch was removed from the accumulator before the request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """What a receipt is signed for. `loss_sum` (nats over `tokens`) is set on the last stage."""
+    """The content of a receipt. `loss_sum` (nats over `tokens`) is set on the last stage."""
 
     step: Step
     microbatch: MicrobatchIndex
@@ -172,7 +172,9 @@ class StageAccount(Generic[ReceiptT]):
 
     def receipts(self) -> tuple[ReceiptT, ...]:
         """The receipts of all steps; a new session reports them again."""
-        return tuple(one for opened in self._steps.values() for one in opened.receipts.values())
+        return tuple(
+            receipt for opened in self._steps.values() for receipt in opened.receipts.values()
+        )
 
     def take_unreported(self) -> tuple[ReceiptT, ...]:
         """Receipts of all steps that have not been taken before."""
@@ -182,11 +184,11 @@ class StageAccount(Generic[ReceiptT]):
     # ---- closing
 
     def settle(self) -> None:
-        """The coordinator closes the step: its commit set is fixed."""
+        """Record that the coordinator closes the step, so that its commit set is fixed."""
         self._closing = True
 
     def reopen(self) -> None:
-        """The attempt to close has ended without an apply."""
+        """Record that the attempt to close has ended without an apply."""
         self._closing = False
 
     def reconcile(
@@ -199,7 +201,8 @@ class StageAccount(Generic[ReceiptT]):
         )
 
     def removed(self, step: Step, microbatches: Collection[MicrobatchIndex]) -> None:
-        """Drop receipts: these have been taken out of the accumulator, or are not in it."""
+        """Drop the receipts of microbatches that were taken out of the accumulator, or are not in
+        it."""
         opened = self._steps.get(step)
         if opened is not None:
             opened.removed.update(microbatches)
@@ -215,7 +218,8 @@ class StageAccount(Generic[ReceiptT]):
             opened.emptied += 1
 
     def applied(self, version: Version) -> int:
-        """The step is applied and its accumulator empty; return the microbatches counted here."""
+        """Record that the step is applied and its accumulator is empty; return the number of
+        microbatches that were counted here."""
         if version != self.version + 1:
             raise ValueError(f"version {version} does not follow version {self.version}")
         step = self.step

@@ -37,7 +37,7 @@ WORKER_BACKOFF_SECONDS = 2.0
 """Pause before a stage is asked for again after its worker died; doubled each time."""
 
 MAX_WORKER_BACKOFF_SECONDS = 60.0
-"""Longest of these pauses."""
+"""Longest pause before a stage is asked for again after its worker died."""
 
 TenureNumber = NewType("TenureNumber", int)
 """Identifies one tenure; never reused."""
@@ -62,7 +62,7 @@ class StartTenure:
 
     load: Load
     replaces_held: bool
-    """Whether another stage was given up for it."""
+    """Whether the held stage was given up for this one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Install:
 
     tenure: TenureNumber
     switched: bool
-    """Whether it was prepared beside another one, which ends."""
+    """Whether the tenure was prepared beside another one, which ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,27 +208,29 @@ class StageTenures:
     # ---- the step close
 
     def step_applied(self) -> None:
-        """A step was applied: the workers are not of the kind that dies at once."""
+        """Record that a step was applied: the workers do not die at once, so that the pause after a
+        death is short again."""
         self._deaths = 0
 
     def switched(self) -> None:
-        """A step was applied in the prepared stage: it is the held one from now on."""
+        """Make the prepared stage the held one, after a step was applied in it."""
         prepared = self._prepared
         if prepared is None or prepared.state is not _State.READY:
             raise ValueError("no stage is prepared")
-        left, self._held, self._prepared = self._held, prepared, None
+        replaced, self._held, self._prepared = self._held, prepared, None
         self._actions.append(Install(prepared.load.tenure, switched=True))
-        if left is not None:
-            self._end(left)
+        if replaced is not None:
+            self._end(replaced)
 
     def prepared_outdated(self) -> None:
-        """A step was applied without the prepared stage, if there is one."""
+        """End the prepared stage, if there is one: a step was applied without it."""
         self._end_prepared()
 
     # ---- the tenures themselves
 
     def loaded(self, load: Load, digest: str) -> None:
-        """The worker is at the assigned version; `digest` is of the stage's parameters."""
+        """Report that the worker is at the assigned version; `digest` is that of the stage's
+        parameters."""
         held, prepared = self._held, self._prepared
         ready = Ready(stage=load.assignment.stage, version=load.assignment.version, digest=digest)
         if held is not None and held.load == load:
@@ -241,13 +243,13 @@ class StageTenures:
             self._actions += [PreparedReady(load.tenure), Send(ready)]
 
     def ended(self, tenure: TenureNumber) -> None:
-        """The tenure is over as requested."""
+        """Report that the tenure has ended as requested."""
         self._take_lost(tenure)
         self._ending.discard(tenure)
         self._start_waiting()
 
     def load_failed(self, tenure: TenureNumber, reason: str) -> None:
-        """The tenure is over, because its stage could not be loaded."""
+        """Report that the tenure has ended because its stage could not be loaded."""
         lost = self._take_lost(tenure)
         if lost is not None:
             assignment = lost.load.assignment
@@ -262,7 +264,7 @@ class StageTenures:
         self.ended(tenure)
 
     def worker_died(self, tenure: TenureNumber, reason: str) -> None:
-        """The tenure is over, because its worker died."""
+        """Report that the tenure has ended because its worker died."""
         held, lost = self._held, self._take_lost(tenure)
         if lost is not None and lost is held:
             self._deaths += 1

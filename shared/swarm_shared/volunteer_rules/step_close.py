@@ -137,8 +137,8 @@ class ComputeNorm:
 
 @dataclass(frozen=True, slots=True)
 class StateSums:
-    """Sign the digests of what all reductions of the attempt got and gave, in both lanes: those of
-    the close in its order, then those of `moving`. Answer: `answered`."""
+    """Sign the digests of the inputs and results of all reductions of the attempt, in both lanes:
+    those of the close in its order, then those of `moving`. Answer: `answered`."""
 
     work: WorkNumber
     lane: ClassVar = Lane.HELD
@@ -234,7 +234,8 @@ class _Attempt(Generic[ReceiptT]):
 
     close: Close
     target: StageAccount[ReceiptT] | None
-    """The prepared stage that its Apply makes the held one, if it is a move."""
+    """The prepared stage that the Apply of this attempt makes the held one; None if the peer does
+    not move."""
     outcome: _Outcome = _Outcome.RUNNING
     own_squared: float = 0.0
     tied_squared: float = 0.0
@@ -252,7 +253,7 @@ class _LaneProgress(Generic[ReceiptT]):
     reductions: deque[Reduction]
     """Parts that are not averaged yet."""
     reset_report: RoundReport | None = None
-    """Report for the case that the accumulator has to be emptied."""
+    """The report to send once the accumulator is emptied, if it has to be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +269,7 @@ class _Execution(Generic[ReceiptT]):
     session: int
     work: StateSums | ApplyStep | SaveState
     account: StageAccount[ReceiptT]
-    """Of the stage in which it is carried out."""
+    """The account of the stage in which the order is carried out."""
 
 
 class StepClose(Generic[ReceiptT]):
@@ -337,7 +338,7 @@ class StepClose(Generic[ReceiptT]):
     # ---- the stage beside the held one
 
     def stage_prepared(self, account: StageAccount[ReceiptT]) -> None:
-        """A stage for a move is loaded; `account` is its own."""
+        """Report that a stage for a move is loaded; `account` is that stage's."""
         self._prepared = account
 
     def prepared_lost(self) -> None:
@@ -399,22 +400,25 @@ class StepClose(Generic[ReceiptT]):
         """The average of one part has failed for all its members; its input is unchanged."""
         progress = self._lanes.pop(work, None)
         if progress is not None:
-            seen = {"culprit": culprit, "carrier_failed": carrier_failed, "aborted_by": aborted_by}
-            report = _failure(progress.attempt.close, reason).model_copy(update=seen)
+            report = _failure(progress.attempt.close, reason).model_copy(
+                update={
+                    "culprit": culprit, "carrier_failed": carrier_failed, "aborted_by": aborted_by,
+                }
+            )  # fmt: skip
             self._fail(progress.attempt, report)
             self._carry_out_orders()
 
     def norm_computed(
         self, work: WorkNumber, *, own_squared: float, tied_squared: float, finite: bool
     ) -> None:
-        """The norms of all parts of a lane."""
+        """Report the squared norms of all parts of a lane."""
         progress = self._lanes.pop(work, None)
         if progress is None:
             return
         attempt, held = progress.attempt, progress.lane is Lane.HELD
         if not finite:
-            of = "the" if held else "the next stage's"
-            reason = f"{of} averaged gradient is not finite"
+            which = "the" if held else "the next stage's"
+            reason = f"{which} averaged gradient is not finite"
             self._fail(attempt, _failure(attempt.close, reason, not_finite=held))
         else:
             if held:
@@ -454,8 +458,8 @@ class StepClose(Generic[ReceiptT]):
         no result at all: its tenure ends, and this object with it."""
         progress = self._lanes.pop(work, None)
         if progress is not None:
-            of = "" if progress.lane is Lane.HELD else "of the next stage: "
-            self._fail(progress.attempt, _failure(progress.attempt.close, of + reason))
+            prefix = "" if progress.lane is Lane.HELD else "of the next stage: "
+            self._fail(progress.attempt, _failure(progress.attempt.close, prefix + reason))
         elif (execution := self._finished(work)) is not None:
             self._execution_failed(execution, reason)
         self._carry_out_orders()
@@ -467,9 +471,9 @@ class StepClose(Generic[ReceiptT]):
                     self._fail(self._attempt, _failure(self._attempt.close, reason))
             case ApplyStep() as apply:
                 self._apply_failed(execution.session, apply, reason)
-            case SaveState(request=asked):
+            case SaveState(request=request):
                 why = reason[:MAX_SENTENCE_CHARACTERS]
-                failure = SnapshotFailed(version=asked.version, stage=asked.stage, reason=why)
+                failure = SnapshotFailed(version=request.version, stage=request.stage, reason=why)
                 self._send(execution.session, failure)
 
     # ---- orders
@@ -507,12 +511,12 @@ class StepClose(Generic[ReceiptT]):
 
     def _abort(self, message: AbortRound) -> None:
         """End an attempt, whether it waits, runs or is averaged; the step is open again."""
-        ended = (message.step, message.attempt)
+        aborted = (message.step, message.attempt)
         self._orders = deque(
             order
             for order in self._orders
             if not isinstance(order.message, Close | SumCheck)
-            or (order.message.step, order.message.attempt) != ended
+            or (order.message.step, order.message.attempt) != aborted
         )
         if self._attempt is not None and self._attempt.is_of(message) and not self._applying():
             self._cancel_lanes()
@@ -582,21 +586,21 @@ class StepClose(Generic[ReceiptT]):
     ) -> None:
         """Make the copy contain exactly the committed microbatches, or report why it cannot."""
         attempt, close, account = progress.attempt, progress.attempt.close, self._account
-        found = account.reconcile(close.committed, microbatches)
-        if found.extra:
-            account.removed(close.step, found.extra)
-            reason = f"{len(found.extra)} extra microbatches could not be removed"
+        difference = account.reconcile(close.committed, microbatches)
+        if difference.extra:
+            account.removed(close.step, difference.extra)
+            reason = f"{len(difference.extra)} extra microbatches could not be removed"
             progress.reset_report = _failure(close, reason, reset=True)
-            self._actions.append(Uncommit(self._lane_work(progress), close.step, found.extra))
+            self._actions.append(Uncommit(self._lane_work(progress), close.step, difference.extra))
         elif not finite:
             # Each one was finite when it was added; after this no part of the sum is trusted.
             reason = "the sum of its gradients is not finite"
             progress.reset_report = _failure(close, reason, reset=True, not_finite=True)
             self._empty(progress)
-        elif found.missing:
-            account.removed(close.step, found.missing)
-            reason = f"{len(found.missing)} committed microbatches are not held here"
-            self._fail(attempt, _failure(close, reason, missing=found.missing))
+        elif difference.missing:
+            account.removed(close.step, difference.missing)
+            reason = f"{len(difference.missing)} committed microbatches are not held here"
+            self._fail(attempt, _failure(close, reason, missing=difference.missing))
         else:
             self._reduce_next(progress)
 

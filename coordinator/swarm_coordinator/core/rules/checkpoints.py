@@ -76,8 +76,8 @@ def request(run: RunState, now: float) -> bool:
         return False
     version = run.history.version
     pending = run.checkpoints.pending = PendingCheckpoint(version, now)
-    for stage, of_stage in holders.items():
-        pending.stages[stage] = snapshots.request(run, stage, version, of_stage, now)
+    for stage, stage_holders in holders.items():
+        pending.stages[stage] = snapshots.request(run, stage, version, stage_holders, now)
     return True
 
 
@@ -85,71 +85,74 @@ def _holders(run: RunState, stage: StageIndex, failures: int) -> list[PeerState]
     ready = sorted(
         run.peers.ready(stage), key=lambda p: (p.leaving, p.paused, p.rates.queued, p.peer)
     )
-    first = failures % len(ready) if ready else 0
-    turned = snapshots.voters_first(run, ready[first:] + ready[:first])
-    return turned[: snapshots.SNAPSHOT_HOLDERS]
+    start = failures % len(ready) if ready else 0
+    ordered = snapshots.voters_first(run, ready[start:] + ready[:start])
+    return ordered[: snapshots.SNAPSHOT_HOLDERS]
 
 
 def snapshot_ready(run: RunState, peer: PeerState, message: SnapshotReady, now: float) -> None:
     """Record a holder's snapshot; have the shell fetch the stage's once it is known which."""
     pending = run.checkpoints.pending
-    asked = pending.stages.get(message.stage) if pending is not None else None
+    snapshot_set = pending.stages.get(message.stage) if pending is not None else None
     if (
         pending is not None
-        and asked is not None
+        and snapshot_set is not None
         and peer.stage == message.stage
-        and snapshots.announced(run, asked, peer, message, now)
+        and snapshots.announced(run, snapshot_set, peer, message, now)
     ):
-        _fetch_when_chosen(run, pending, asked, now)
+        _fetch_when_chosen(run, pending, snapshot_set, now)
 
 
 def _fetch_when_chosen(
-    run: RunState, pending: PendingCheckpoint, asked: StageSnapshots, now: float
+    run: RunState, pending: PendingCheckpoint, snapshot_set: StageSnapshots, now: float
 ) -> None:
-    found = snapshots.chosen(run, asked, now, run.manifest.limits.lease_seconds)
-    if found is None or asked.stage in pending.fetched:
+    choice = snapshots.chosen(run, snapshot_set, now, run.manifest.limits.lease_seconds)
+    if choice is None or snapshot_set.stage in pending.fetched:
         return
-    file, holders = found
+    file, holders = choice
     # A holder may have attached again since, without a stage.
     present = [p for p in map(run.peers.get, holders) if p is not None and p.stage is not None]
     if not present:
         return
-    pending.fetched[asked.stage] = file.sha256
+    pending.fetched[snapshot_set.stage] = file.sha256
     records = tuple(run.peers.record_of(peer) for peer in present)
-    run.commands.append(FetchSnapshot(pending.version, asked.stage, records, *file))
-    _resync_others(run, asked, file, now)
+    run.commands.append(FetchSnapshot(pending.version, snapshot_set.stage, records, *file))
+    _resync_others(run, snapshot_set, file, now)
 
 
-def _resync_others(run: RunState, asked: StageSnapshots, file: SnapshotFile, now: float) -> None:
+def _resync_others(
+    run: RunState, snapshot_set: StageSnapshots, file: SnapshotFile, now: float
+) -> None:
     """Flag and sync anew the holders whose file differs from the one of the majority.
 
     Unlike devices may hold different states. A peer whose state has been equal to the majority's
     before is like it, so that a later difference is attributed to this peer alone.
     """
-    found = snapshots.decided(run, asked)
-    if found is None or found.value != file or not found.has_majority:
+    decision = snapshots.decided(run, snapshot_set)
+    if decision is None or decision.value != file or not decision.has_majority:
         return
-    for peer_id, other in list(asked.ready.items()):
+    for peer_id, announced in list(snapshot_set.ready.items()):
         peer = run.peers.get(peer_id)
-        if other == file or peer is None or not peer.matched_majority:
+        if announced == file or peer is None or not peer.matched_majority:
             continue
-        if peer.session == asked.asked[peer_id] and peer.stage == asked.stage:
-            reason = f"its snapshot of stage {asked.stage} differs from the majority's"
+        if peer.session == snapshot_set.asked[peer_id] and peer.stage == snapshot_set.stage:
+            reason = f"its snapshot of stage {snapshot_set.stage} differs from the majority's"
             run.flag(peer, Rejection.OTHER_PARAMETERS, reason)
             membership.resync(run, peer, reason, now)
 
 
 def snapshot_failed(run: RunState, peer: PeerState, message: SnapshotFailed, now: float) -> None:
-    """Do without a holder's snapshot; without any the checkpoint has failed."""
+    """Handle a holder's message that it has no snapshot; if no holder is left, the checkpoint has
+    failed."""
     pending = run.checkpoints.pending
-    asked = pending.stages.get(message.stage) if pending is not None else None
-    if pending is None or asked is None or message.version != pending.version:
+    snapshot_set = pending.stages.get(message.stage) if pending is not None else None
+    if pending is None or snapshot_set is None or message.version != pending.version:
         return
-    if asked.asked.get(peer.peer) != peer.session or asked.stage in pending.fetched:
+    if snapshot_set.asked.get(peer.peer) != peer.session or snapshot_set.stage in pending.fetched:
         return
-    snapshots.failed(asked, peer)
-    if asked.asked:
-        _fetch_when_chosen(run, pending, asked, now)
+    snapshots.failed(snapshot_set, peer)
+    if snapshot_set.asked:
+        _fetch_when_chosen(run, pending, snapshot_set, now)
     else:
         store_failed(run, pending.version, message.reason, now)
 
@@ -193,11 +196,11 @@ def check(run: RunState, now: float) -> None:
     if now - pending.asked_at > CHECKPOINT_TIMEOUT_SECONDS:
         store_failed(run, pending.version, "it took too long", now)
         return
-    for stage, asked in pending.stages.items():
+    for stage, snapshot_set in pending.stages.items():
         if stage in pending.fetched:
             continue
-        _fetch_when_chosen(run, pending, asked, now)
-        if stage in pending.fetched or snapshots.outstanding(run, asked):
+        _fetch_when_chosen(run, pending, snapshot_set, now)
+        if stage in pending.fetched or snapshots.outstanding(run, snapshot_set):
             continue
         holders = _holders(run, stage, 0) if pending.version == run.history.version else []
         if not holders:

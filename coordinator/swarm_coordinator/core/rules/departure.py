@@ -57,8 +57,8 @@ def _is_needed(run: RunState, peer: PeerState, now: float) -> bool:
 
 
 def _leaves_nothing_open(run: RunState, stage: StageIndex, now: float) -> bool:
-    """Whether the run's version outlives the leaving peers of a stage, or cannot be saved by
-    them."""
+    """Whether the run's version is kept without the leaving peers of a stage, or they cannot save
+    it."""
     if not _all_leave(run, stage) or checkpoints.stored(run) or checkpoints.refused(run):
         return True
     if checkpoints.request(run, now):

@@ -77,11 +77,12 @@ def deadline(run: RunState, step: StepState, began_at: float, most_at: float) ->
 def pace(step: StepState) -> float:
     """Seconds that the work of the step took, which no single peer decides.
 
-    Until the table is complete, those that the work of the first stage to average took; 0 before.
+    Until the table is complete, the seconds that the work of the first stage to average took; 0
+    before that.
     """
     ended_at = step.complete_at
     if ended_at is None and step.closing is not None:
-        ended_at = min(found.began_at for found in step.closing.rounds.values())
+        ended_at = min(round_.began_at for round_ in step.closing.rounds.values())
     return 0.0 if ended_at is None else max(0.0, ended_at - step.previous_applied_at)
 
 
@@ -96,25 +97,25 @@ def charge(run: RunState, peer: PeerState, since: float, until: float, now: floa
 
 
 def dispute(
-    run: RunState, one: PeerState, other: PeerState, since: float, until: float, now: float
+    run: RunState, first: PeerState, second: PeerState, since: float, until: float, now: float
 ) -> None:
     """Charge an interval to two peers, of which either may be the one that held up the run."""
-    for peer, against in ((one, other), (other, one)):
+    for peer, against in ((first, second), (second, first)):
         for key in accounts_of(peer):
             run.held_time.change(key, now).dispute(against.peer, since, until, now)
-    _judge(run, one, now)
-    _judge(run, other, now)
+    _judge(run, first, now)
+    _judge(run, second, now)
 
 
-def record_at_odds(run: RunState, one: PeerState, other: PeerState, now: float) -> None:
+def record_at_odds(run: RunState, first: PeerState, second: PeerState, now: float) -> None:
     """Remember that an average has failed between two peers, of which either may be at fault."""
-    for peer, against in ((one, other), (other, one)):
+    for peer, against in ((first, second), (second, first)):
         run.held_time.change(owner_of(peer), now).record_at_odds(owner_of(against), now)
 
 
-def at_odds_since(run: RunState, one: PeerState, other: PeerState, now: float) -> float | None:
+def at_odds_since(run: RunState, first: PeerState, second: PeerState, now: float) -> float | None:
     """When an average has last failed between the owners of two peers, within an hour."""
-    account, key = run.held_time.of(owner_of(one)), owner_of(other)
+    account, key = run.held_time.account(owner_of(first)), owner_of(second)
     return account.at_odds_with[key] if key in account.parties(now) else None
 
 
@@ -128,8 +129,8 @@ def is_at_odds_with_most(run: RunState, peer: PeerState, now: float) -> bool:
         return False
     own = owner_of(peer)
     others = {owner_of(other) for other in run.peers.at(peer.stage)} - {own}
-    found = run.held_time.of(own).parties(now) & others
-    return len(others) > 1 and 2 * len(found) > len(others)
+    at_odds = run.held_time.account(own).parties(now) & others
+    return len(others) > 1 and 2 * len(at_odds) > len(others)
 
 
 def record_held_up_alone(
@@ -148,7 +149,7 @@ def record_held_up_alone(
 
 def has_held_up_alone(run: RunState, peer: PeerState, now: float) -> bool:
     """Whether a peer has held up a step alone within an hour."""
-    return run.held_time.of(peer.peer).times_alone(now) > 0
+    return run.held_time.account(peer.peer).times_alone(now) > 0
 
 
 def _refusal_seconds(run: RunState, account: HeldAccount, now: float) -> float:
@@ -163,11 +164,13 @@ def _refusal_seconds(run: RunState, account: HeldAccount, now: float) -> float:
 
 
 def accounts_of(peer: PeerState) -> tuple[PeerId, ...]:
+    """The accounts that a peer is charged on: its own and, if it has one, its owner's."""
     owner = peer.profile.owner
     return (peer.peer,) if owner is None else (peer.peer, owner)
 
 
 def held_seconds(run: RunState, peer: PeerState, now: float) -> float:
+    """The held seconds of a peer or of its owner, whichever are more."""
     return max(run.held_time.seconds(key, now) for key in accounts_of(peer))
 
 
@@ -186,13 +189,13 @@ def kept_apart(run: RunState, peer: PeerState, stage: StageIndex, now: float) ->
         and (holder := run.peers.get(other)) is not None
         and holder.stage == stage
         and run.peers.holds_current(holder)
-        for other, seconds in run.held_time.of(peer.peer).disputes.items()
+        for other, seconds in run.held_time.account(peer.peer).disputes.items()
     )
 
 
 def is_at_odds_in(run: RunState, peer: PeerState, stage: StageIndex, now: float) -> bool:
     """Whether averages have failed between a peer and a holder of a stage, within an hour."""
-    parties = run.held_time.of(owner_of(peer)).parties(now)
+    parties = run.held_time.account(owner_of(peer)).parties(now)
     # Almost always none: a join must not cost time for each peer of the run.
     return bool(parties) and any(owner_of(holder) in parties for holder in run.peers.at(stage))
 
@@ -226,7 +229,7 @@ def take_refusals(run: RunState, now: float) -> list[PeerState]:
 
     A stage's last holder stays until there is another one, or until it is forgotten.
     """
-    found: list[PeerState] = []
+    refused: list[PeerState] = []
     for peer_id in sorted(run.held_time.refusals_due):
         peer = run.peers.get(peer_id)
         if peer is not None and _is_last_holder(run, peer):
@@ -237,8 +240,8 @@ def take_refusals(run: RunState, now: float) -> list[PeerState]:
             if seconds := _refusal_seconds(run, account, now):
                 account.refuse(now + seconds, "", now)
         if peer is not None and refused_seconds(run, peer_id, peer.profile.owner, now):
-            found.append(peer)
-    return found
+            refused.append(peer)
+    return refused
 
 
 def _is_last_holder(run: RunState, peer: PeerState) -> bool:
@@ -250,7 +253,7 @@ def _is_last_holder(run: RunState, peer: PeerState) -> bool:
 def refused_seconds(run: RunState, peer: PeerId, owner: PeerId | None, now: float) -> float | None:
     """Seconds for which a peer may not take part; None if it may."""
     keys = (peer,) if owner is None else (peer, owner)
-    seconds = max(run.held_time.of(key).refused_until for key in keys) - now
+    seconds = max(run.held_time.account(key).refused_until for key in keys) - now
     return seconds if seconds > 0 else None
 
 
@@ -261,7 +264,9 @@ def refusal(run: RunState, peer: PeerId, owner: PeerId | None, now: float) -> st
     if seconds is None:
         return None
     device = "this volunteer" if owner is None else "a device of this owner"
-    because = next((text for key in keys if (text := run.held_time.of(key).refused_because)), "")
+    because = next(
+        (text for key in keys if (text := run.held_time.account(key).refused_because)), ""
+    )
     if because:
         return f"{device} was expelled: {because}"
     return (
@@ -284,7 +289,7 @@ def refuse_until(
 def ends_with_self_test(run: RunState, peer: PeerId, owner: PeerId | None, now: float) -> bool:
     """Whether a passed self-test ends all that a peer is refused for now."""
     refused = run.held_time.refused((peer, owner or peer), now)
-    return bool(refused) and all(run.held_time.of(key).ends_with_self_test for key in refused)
+    return bool(refused) and all(run.held_time.account(key).ends_with_self_test for key in refused)
 
 
 def lift_refusal(run: RunState, peer: PeerId, owner: PeerId | None, now: float) -> bool:

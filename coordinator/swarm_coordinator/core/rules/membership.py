@@ -105,10 +105,9 @@ def attach(run: RunState, event: PeerAttached, now: float) -> None:
 
 
 def _is_current(run: RunState, event: PeerAttached, stage: StageIndex) -> bool:
-    """Whether the peer's state is that of the run's version.
+    """Whether a returning peer holds the stage's state at the run's version.
 
-    That is so after either side has restarted or lost the connection. The digest proves it, where
-    holders have reported theirs since the coordinator's start.
+    The digest proves it, where holders have reported theirs since the coordinator's start.
     """
     # After a roll-back the same version number may denote a state of the abandoned history.
     same_history = not run.history.rolled_back or event.peer in run.history.members
@@ -155,7 +154,7 @@ def _send_missed_apply(
 
 def _dht_entry_points(run: RunState, joining: PeerState) -> tuple[str, ...]:
     """p2pd addresses of a few other peers, for a joining peer to enter hivemind's DHT."""
-    found: list[str] = []
+    addresses: list[str] = []
     for peer in run.peers.with_carrier.values():
         # A peer that attaches again is listed itself, and cannot enter through itself.
         carrier = peer.contact.carrier
@@ -163,10 +162,10 @@ def _dht_entry_points(run: RunState, joining: PeerState) -> tuple[str, ...]:
             is_near = peer.contact.site == joining.contact.site
             dialable = (*carrier.addresses, *(carrier.local if is_near else ()))
             room = MAX_ADDRESS_CHARACTERS - len(f"/p2p/{carrier.peer}")
-            found += [f"{a}/p2p/{carrier.peer}" for a in dialable[:2] if len(a) <= room]
-        if len(found) >= 8:
+            addresses += [f"{a}/p2p/{carrier.peer}" for a in dialable[:2] if len(a) <= room]
+        if len(addresses) >= 8:
             break
-    return tuple(found[:8])
+    return tuple(addresses[:8])
 
 
 def choose_stage(run: RunState, peer: PeerState, request: StageRequest, now: float) -> None:
@@ -218,7 +217,7 @@ def choose_stage(run: RunState, peer: PeerState, request: StageRequest, now: flo
 def _without_conflicts(
     run: RunState, peer: PeerState, rows: Sequence[StageRow], now: float
 ) -> list[StageRow]:
-    """Stages that fit and have no peer with which an average of this one has failed."""
+    """Stages that fit the peer's memory and have no holder with which its averages have failed."""
     return [
         row
         for row in rows
@@ -238,7 +237,7 @@ def is_full(run: RunState, stage: StageIndex) -> bool:
 
 
 def _deserted(run: RunState, rows: Sequence[StageRow], memory: MemoryOffer) -> list[StageIndex]:
-    """Stages that fit and have no staying peer, not even a paused one.
+    """Stages that fit the memory and have no staying peer, not even a paused one.
 
     `rows` do not count paused peers, and count a mover at its destination. A paused peer still
     holds its stage and resumes; a mover cannot download a stage that no peer holds.

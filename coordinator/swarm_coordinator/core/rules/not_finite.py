@@ -90,7 +90,8 @@ def _record_partners(run: RunState, receiver: PeerState, sender: PeerState, now:
 def _sends_what_overflows(
     run: RunState, receiver: PeerState, sender: PeerState, now: float
 ) -> bool:
-    """Whether the sender is part of such results with more different peers than the receiver."""
+    """Whether the sender had a part in results that were not finite with more different peers than
+    the receiver had."""
     of_sender, of_receiver = (
         max(run.held_time.change(key, now).partners(now) for key in held_up.accounts_of(peer))
         for peer in (sender, receiver)
@@ -119,10 +120,10 @@ def diverged_sentence(run: RunState) -> str:
     """Return a sentence about a cell that is finite at no peer, and what the organiser can do; ""
     if there is no such cell."""
     step = run.steps.current
-    found = None if step is None else step.finite_nowhere()
-    if step is None or found is None:
+    not_finite = None if step is None else step.finite_nowhere()
+    if step is None or not_finite is None:
         return ""
-    (microbatch, stage), cell = found
+    (microbatch, stage), cell = not_finite
     what = "The evaluation" if run.phase is RunPhase.EVALUATING else f"Step {step.step}"
     if len(cell.peers) > 1:
         where, cause = f"at {len(cell.peers)} peers", "training has diverged"

@@ -244,17 +244,17 @@ def switching(run: RunState) -> dict[PeerId, StageIndex]:
         current = moving.version == run.history.version and run.peers.holds_current(peer)
         if moving.ready and current and averages is None:
             ready[peer_id] = moving
-    found: dict[PeerId, StageIndex] = {}
+    destinations: dict[PeerId, StageIndex] = {}
     for peer_id, moving in ready.items():
         peer = run.peers[peer_id]
         if moving.partner is not None:
             if moving.partner in ready and run.peers.has_partner(peer_id, moving):
-                found[peer_id] = moving.stage
-        elif _can_be_spared(run, peer, found):
-            found[peer_id] = moving.stage
+                destinations[peer_id] = moving.stage
+        elif _can_be_spared(run, peer, destinations):
+            destinations[peer_id] = moving.stage
         else:
             state_transfer.drop_move(run, peer, f"stage {peer.stage} needs it")
-    return found
+    return destinations
 
 
 def _can_be_spared(run: RunState, peer: PeerState, going: Iterable[PeerId]) -> bool:
@@ -270,8 +270,8 @@ def _can_be_spared(run: RunState, peer: PeerState, going: Iterable[PeerId]) -> b
 
 
 def apply_switches(run: RunState, closing: CloseState) -> None:
-    """The step is decided: let the switching members hold their next stage."""
-    going = [each for round_ in closing.each_round() for each in round_.switching.items()]
+    """Let the switching members hold their next stage, once the step is decided."""
+    going = [switch for round_ in closing.each_round() for switch in round_.switching.items()]
     for peer_id, stage in going:
         peer = run.peers[peer_id]
         closing.switch_stage(peer_id, stage)

@@ -47,7 +47,7 @@ def release(run: RunState, peer: PeerState, ends: Release, now: float) -> None:
     elif ends is Release.STAGE:
         run.peers.release_stage(peer)
         peer.early_receipts.clear()
-    if listed:  # as most do not who attach and leave at once
+    if listed:  # a peer that attaches and leaves at once is mostly in no roster
         roster.changed(run, peer.peer, now)
     _readmit(run)
 

@@ -36,9 +36,9 @@ ADDRESS_ROSTER_SECONDS = 1.0
 a peer whose network flickers would otherwise cost all members their bandwidth."""
 
 CHANGE_SECONDS = 10.0
-"""Seconds after which a change of a peer's part is forgotten: that it attached, paused or left."""
+"""Seconds after which a change of a peer's part (it attached, paused or left) is forgotten."""
 
-MOST_CHANGES = 10
+MAX_CHANGES_AT_ONCE = 10
 """Changes of one peer that are published at once. Further ones are published within
 ADDRESS_ROSTER_SECONDS, all together: a member could have all others sent hundreds of rosters a
 second."""
@@ -74,9 +74,9 @@ def update_addresses(run: RunState, peer: PeerState, message: AddressUpdate, now
 
 
 def changed(run: RunState, peer: PeerId, now: float) -> None:
-    """Have the next roster show that a peer takes part in another way, or no more."""
+    """Have the next roster show that a peer's part in the run has changed, or has ended."""
     calm_at = max(now, run.roster.calm_at.get(peer, now)) + CHANGE_SECONDS
-    if calm_at - now > MOST_CHANGES * CHANGE_SECONDS:
+    if calm_at - now > MAX_CHANGES_AT_ONCE * CHANGE_SECONDS:
         run.roster.repeated = True
         return
     run.roster.calm_at[peer] = calm_at
@@ -163,11 +163,11 @@ def publish(run: RunState, now: float) -> list[Command]:
         # Versions differ while a step is applied; the whole roster follows at its end.
         if not run.roster.revoked_dirty or run.roster.published is None:
             return []
-        kept = tuple(
+        remaining = tuple(
             tuple(record for record in stage if record.peer not in run.roster.revoked)
             for stage in run.roster.stages
         )
-        return _sent(run, kept, now)
+        return _sent(run, remaining, now)
     dirty = run.roster.dirty or run.roster.repeated
     due = run.roster.due_at is not None and now >= run.roster.due_at
     if not ((dirty and not _can_wait(run, now)) or run.roster.revoked_dirty or due):
@@ -177,8 +177,11 @@ def publish(run: RunState, now: float) -> list[Command]:
 
 
 def _can_wait(run: RunState, now: float) -> bool:
-    """Whether a roster of a large run, or before changes that repeat themselves, was sent recently,
-    and no close in this batch needs a new one."""
+    """Whether the next roster can wait.
+
+    The last one was sent recently for a large run, or for peers that change again and again, and
+    no close in this batch of commands needs a new one.
+    """
     small = len(run.peers) <= SMALL_RUN_PEERS
     spacing = 0.0 if small else SPACING_PER_PEER_SECONDS * len(run.peers)
     if not run.roster.dirty:
@@ -190,43 +193,43 @@ def _can_wait(run: RunState, now: float) -> bool:
 
 
 def _sent(run: RunState, stages: tuple[tuple[PeerRecord, ...], ...], now: float) -> list[Command]:
-    before, stages_before = run.roster.published, run.roster.stages
+    previous, stages_before = run.roster.published, run.roster.stages
     run.roster.serial += 1
     # Not validated again: the records were when they were made, and there are thousands of them.
-    whole = Roster.model_construct(
+    roster = Roster.model_construct(
         serial=run.roster.serial,
         peers=tuple(itertools.chain.from_iterable(stages)),
         revoked=tuple(run.roster.revoked)[-MAXIMUM_REVOKED:],
     )
-    run.roster.published, run.roster.stages = whole, stages
+    run.roster.published, run.roster.stages = roster, stages
     run.roster.published_at, run.roster.revoked_dirty = now, False
     awaiting = dict(run.peers.awaiting_roster)
     run.peers.awaiting_roster.clear()
-    if before is None or len(run.peers) <= SMALL_RUN_PEERS:
-        return [Send(peer, whole) for peer in run.peers]
+    if previous is None or len(run.peers) <= SMALL_RUN_PEERS:
+        return [Send(peer, roster) for peer in run.peers]
     up_to_date = tuple(peer for peer in run.peers if peer not in awaiting)
     changed, removed = _difference(stages_before, stages)
     change = RosterChange.model_construct(
-        serial=whole.serial,
-        since=before.serial,
+        serial=roster.serial,
+        since=previous.serial,
         changed=changed,
         removed=removed,
-        revoked=None if whole.revoked == before.revoked else whole.revoked,
+        revoked=None if roster.revoked == previous.revoked else roster.revoked,
     )
-    return [Broadcast(up_to_date, change), *(Send(peer, whole) for peer in awaiting)]
+    return [Broadcast(up_to_date, change), *(Send(peer, roster) for peer in awaiting)]
 
 
 def _difference(
     before: tuple[tuple[PeerRecord, ...], ...], after: tuple[tuple[PeerRecord, ...], ...]
 ) -> tuple[tuple[PeerRecord, ...], tuple[PeerId, ...]]:
     """Records that are new or changed, and peers that are no longer present."""
-    known: dict[PeerId, PeerRecord] = {}
-    other: list[PeerRecord] = []
-    for was, now in zip(before, after, strict=True):
-        if was is not now:
-            known.update((record.peer, record) for record in was)
-            other.extend(now)
-    changed = tuple(record for record in other if known.get(record.peer) is not record)
-    for record in other:
-        known.pop(record.peer, None)
-    return changed, tuple(known)
+    gone: dict[PeerId, PeerRecord] = {}
+    candidates: list[PeerRecord] = []
+    for old, new in zip(before, after, strict=True):
+        if old is not new:
+            gone.update((record.peer, record) for record in old)
+            candidates.extend(new)
+    changed = tuple(record for record in candidates if gone.get(record.peer) is not record)
+    for record in candidates:
+        gone.pop(record.peer, None)
+    return changed, tuple(gone)

@@ -31,62 +31,62 @@ ABORT_BACKOFF_MAXIMUM_SECONDS = 5.0
 def leave(run: RunState, peer: PeerId, reason: str, now: float) -> None:
     """Remove a peer from its round, if it is a member of one."""
     closing = run.steps.closing
-    left = closing.round_of(peer) if closing is not None else None
-    if closing is None or left is None:
+    round_ = closing.round_of(peer) if closing is not None else None
+    if closing is None or round_ is None:
         return
-    if run.phase is RunPhase.APPLYING or left.completes_without((peer,)):
+    if run.phase is RunPhase.APPLYING or round_.completes_without((peer,)):
         closing.remove_member(peer)
     else:
-        abort(run, left, reason, now, of_loss=True)
+        abort(run, round_, reason, now, of_loss=True)
 
 
-def abort(run: RunState, ended: Round, reason: str, now: float, *, of_loss: bool = False) -> None:
+def abort(run: RunState, round_: Round, reason: str, now: float, *, of_loss: bool = False) -> None:
     """Abort one round for all of its members; nothing has been applied."""
     step = run.steps.current
     if step is None or step.closing is None:
         return
     run.broadcast(
-        [member for member in ended.members if member in run.peers],
-        AbortRound(step=step.step, attempt=ended.attempt, reason=reason[:500]),
+        [member for member in round_.members if member in run.peers],
+        AbortRound(step=step.step, attempt=round_.attempt, reason=reason[:500]),
     )
     if not of_loss:
-        state_transfer.drop_failed_moves(run, ended.switching)
+        state_transfer.drop_failed_moves(run, round_.switching)
         pause_seconds = backoff_seconds(
             step.closes - 1, ABORT_BACKOFF_SECONDS, ABORT_BACKOFF_MAXIMUM_SECONDS
         )
         step.close_not_before = max(step.close_not_before, now + pause_seconds)
-    step.failed_rounds.append(FailedRound(ended.stages, ended.began_at, now))
-    step.closing.discard_round(ended)
-    for peer, stage in ended.kept.items():
+    step.failed_rounds.append(FailedRound(round_.stages, round_.began_at, now))
+    step.closing.discard_round(round_)
+    for peer, stage in round_.kept.items():
         cells.clear_counted(run, step, peer, (stage,))
     if not step.closing.rounds:
         step.closing = None
     if run.phase is RunPhase.CLOSING:
         enter_phase(run, RunPhase.COLLECT)
-    names = stage_names(ended.stages)
+    names = stage_names(round_.stages)
     run.note(f"attempt {step.closes} to close {names} of step {step.step} failed: {reason}")
 
 
 def abort_all(run: RunState, reason: str, now: float) -> None:
     """Abort every round of the close."""
     closing = run.steps.closing
-    for ended in closing.each_round() if closing is not None else ():
-        abort(run, ended, reason, now)
+    for round_ in closing.each_round() if closing is not None else ():
+        abort(run, round_, reason, now)
 
 
 def retract(run: RunState, now: float) -> None:
     """Abort the rounds that contain what audits have found wrong since they began: cells that are
     to be cleared, and all that expelled peers have counted."""
-    # Taken in any case: what is found of a step that is over must not concern the next one.
-    cells, run.audits.retracted = run.audits.retracted, set()
+    # Taken in any case: retracted cells of a step that is over must not concern the next one.
+    retracted, run.audits.retracted = run.audits.retracted, set()
     step = run.steps.current
     if step is None or run.phase is RunPhase.APPLYING:
         return
     for round_ in step.closing.each_round() if step.closing is not None else ():
         wrong = run.audits.expelled.keys() & (round_.members.keys() | round_.kept.keys())
-        if wrong or any(stage in round_.stages for _, stage in cells):
+        if wrong or any(stage in round_.stages for _, stage in retracted):
             abort(run, round_, "an audit found wrong what its average contains", now, of_loss=True)
-    for cell in sorted(cells):
+    for cell in sorted(retracted):
         cleared_cells.clear_cell(run, step, cell)
 
 

@@ -25,12 +25,12 @@ uplinks to fill a home downlink."""
 
 
 def voters_first(run: RunState, holders: Sequence[PeerState]) -> list[PeerState]:
-    """The holders in the same order, behind one of each owner that votes."""
-    left = set(run.audits.voters({owner_of(holder) for holder in holders}))
+    """The holders in the same order, but first one holder of each owner that votes."""
+    remaining_voters = set(run.audits.voters({owner_of(holder) for holder in holders}))
     first: list[PeerState] = []
     for holder in holders:
-        if owner_of(holder) in left:
-            left.discard(owner_of(holder))
+        if owner_of(holder) in remaining_voters:
+            remaining_voters.discard(owner_of(holder))
             first.append(holder)
     chosen = {holder.peer for holder in first}
     return first + [holder for holder in holders if holder.peer not in chosen]
@@ -70,7 +70,7 @@ def announced(
 
 
 def failed(snapshots: StageSnapshots, peer: PeerState) -> None:
-    """A holder announces that it has no such snapshot."""
+    """Remove a holder that announces that it has no such snapshot."""
     snapshots.asked.pop(peer.peer, None)
     snapshots.ready.pop(peer.peer, None)
 
@@ -95,19 +95,21 @@ def chosen(
     It is open while nothing is announced and, for `patience_seconds` after the first announcement,
     while the owners of silent holders could still outvote the file.
     """
-    found = decided(run, snapshots)
-    if found is None:
+    decision = decided(run, snapshots)
+    if decision is None:
         return None
     voters = run.audits.voters({snapshots.owners[peer] for peer in snapshots.asked})
-    majority = 2 * len(found.owners & voters) > len(voters)
+    majority = 2 * len(decision.owners & voters) > len(voters)
     in_time = now < snapshots.first_at + patience_seconds
     if not majority and in_time and outstanding(run, snapshots):
         return None
-    return found.value, tuple(sorted(p for p, f in snapshots.ready.items() if f == found.value))
+    return decision.value, tuple(
+        sorted(p for p, f in snapshots.ready.items() if f == decision.value)
+    )
 
 
 def decided(run: RunState, snapshots: StageSnapshots) -> Decision[SnapshotFile] | None:
-    """The file that counts of those that are announced so far."""
+    """The file that counts among those announced so far; None if none is announced."""
     return run.audits.decide(
         Statement(peer, snapshots.owners[peer], snapshots.asked[peer], file)
         for peer, file in snapshots.ready.items()

@@ -24,8 +24,8 @@ _RETURNING = frozenset({RunPhase.WAITING, RunPhase.COLLECT, RunPhase.CLOSING, Ru
 """Phases in which the run can return to a checkpoint; an apply ends first."""
 
 RESTART_GRACE_SECONDS = 20.0
-"""The same after a start of the coordinator: clients retry every twelve seconds while it is
-away."""
+"""Seconds after a start of the coordinator before the run falls back to a checkpoint: clients retry
+every twelve seconds while it is away."""
 
 
 def recover_lost_stages(run: RunState, now: float) -> None:
@@ -39,7 +39,7 @@ def recover_lost_stages(run: RunState, now: float) -> None:
     unheld = run.peers.unheld()
     if not unheld and not run.history.lost_since:
         return
-    _tell(run, unheld)
+    _note_changes(run, unheld)
     run.history.lost_since = {
         stage: run.history.lost_since.get(stage, now) for stage in sorted(unheld)
     }
@@ -71,21 +71,21 @@ def answer_late_verdict(run: RunState, now: float) -> None:
         return
     run.audits.unverified_since = None
     version = run.history.version
-    found = run.checkpoints.before(since, run.history.recomputed)
+    checkpoint = run.checkpoints.before(since, run.history.recomputed)
     if since > version:
         return
     steps = f"the steps since {since} have unverified work of an owner that lost an audit"
-    if found is None and run.checkpoints.stored is None and not run.history.recomputed:
+    if checkpoint is None and run.checkpoints.stored is None and not run.history.recomputed:
         _roll_back(run, steps, now)
-    elif found is not None and found.version < version:
-        run.checkpoints.return_to(found)
-        rest = "" if found.version < since else ", and so has the oldest checkpoint"
+    elif checkpoint is not None and checkpoint.version < version:
+        run.checkpoints.return_to(checkpoint)
+        rest = "" if checkpoint.version < since else ", and so has the oldest checkpoint"
         _roll_back(run, steps + rest, now)
     else:
         run.note(f"{steps}, and no checkpoint is left to which the run may go back")
 
 
-def _tell(run: RunState, unheld: Collection[StageIndex]) -> None:
+def _note_changes(run: RunState, unheld: Collection[StageIndex]) -> None:
     """Note the stages that have lost their last holder, and those that are held again."""
     if not run.steps.began:
         return  # before training a stage without a peer is not a loss
@@ -119,11 +119,11 @@ def _staff(run: RunState, stage: StageIndex, now: float) -> None:
     needed = run.manifest.stages[stage].memory
     donors: list[tuple[int, bool, str, PeerState]] = []
     for other in run.stage_indices:
-        there = [p for p in run.peers.at(other) if not p.leaving and not p.paused]
-        holders = [p for p in there if _holds(run, p)]
+        peers = [p for p in run.peers.at(other) if not p.leaving and not p.paused]
+        holders = [p for p in peers if _holds(run, p)]
         donors.extend(
-            (len(there), not _holds(run, peer), peer.peer, peer)
-            for peer in (there if len(there) > 1 else ())
+            (len(peers), not _holds(run, peer), peer.peer, peer)
+            for peer in (peers if len(peers) > 1 else ())
             # The last copy of a stage's state is not given up for another stage.
             if holders != [peer]
             and peer.profile.wanted_stage is None

@@ -65,15 +65,15 @@ def delay_close(run: RunState, transfer: StageTransfer, now: float) -> None:
 
 
 def delayed_stages(run: RunState, now: float) -> set[StageIndex]:
-    """Return the stages whose close a download delays now: those that are joined, and both stages
-    of a move."""
+    """Return the stages whose close a download delays now: stages that a peer joins, and both
+    stages of a move."""
     delayed = chain(_joins(run, now), _moves(run, now))
     stages = {stage for peer, transfer in delayed for stage in (peer.stage, transfer.stage)}
     return {stage for stage in stages if stage is not None}
 
 
 def charge_downloads(run: RunState, now: float) -> None:
-    """Charge the delay of a close to those whose downloads delay it.
+    """Charge the delay of a close to the peers whose downloads delay it.
 
     Called at every tick while the table of the step is complete.
     """
@@ -157,7 +157,7 @@ class _SourceQueue:
         return stage in self._full
 
     def try_start(self, stage: StageIndex, sources: int) -> bool:
-        """Whether one more download of the stage may start; if so it is counted."""
+        """Count one more download of the stage; False if it may not start yet."""
         if self._begun is None:
             self._begun = self._count()
         if self._begun[stage] >= sources:
@@ -216,8 +216,8 @@ def _assign_from(
 def _from_initialisation(
     run: RunState, peer: PeerState, transfer: StageTransfer, now: float
 ) -> None:
-    """Version 0: from the seed, or from the file that the manifest names. Adapters are from the
-    seed; the file has what is frozen."""
+    """Assign the source of version 0: the seed, or the file that the manifest names. Adapters
+    always come from the seed; the file has the frozen parameters."""
     if not run.manifest.initial or run.manifest.model.has_adapters:
         _assign_from(run, peer, transfer, "fresh", (), ("", 0, ""), now)
         return
@@ -245,50 +245,50 @@ def _from_replicas(
     stage = transfer.stage
     if queue.is_full(stage):
         return
-    asked = run.checkpoints.snapshots.get(stage)
+    snapshot_set = run.checkpoints.snapshots.get(stage)
     if (
-        asked is None
-        or asked.version != run.history.version
-        or not (asked_holders := _asked_holders(run, asked))
-        or (not asked.ready and now - asked.asked_at > SNAPSHOT_RETRY_SECONDS)
+        snapshot_set is None
+        or snapshot_set.version != run.history.version
+        or not (asked_holders := _asked_holders(run, snapshot_set))
+        or (not snapshot_set.ready and now - snapshot_set.asked_at > SNAPSHOT_RETRY_SECONDS)
     ):
         if holders := snapshots.voters_first(run, run.peers.ready(stage)):
             waiting = sum(p.transfer is not None for p in run.peers.bound_for(stage))
-            most = min(MAX_SNAPSHOT_HOLDERS, max(snapshots.SNAPSHOT_HOLDERS, waiting))
+            limit = min(MAX_SNAPSHOT_HOLDERS, max(snapshots.SNAPSHOT_HOLDERS, waiting))
             run.checkpoints.snapshots[stage] = snapshots.request(
-                run, stage, run.history.version, holders[:most], now
+                run, stage, run.history.version, holders[:limit], now
             )
         return
-    gathering = now < asked.first_at + SNAPSHOT_GATHER_SECONDS
-    found = snapshots.chosen(run, asked, now, SNAPSHOT_GATHER_SECONDS)
-    if found is None or (gathering and snapshots.outstanding(run, asked)):
+    gathering = now < snapshot_set.first_at + SNAPSHOT_GATHER_SECONDS
+    choice = snapshots.chosen(run, snapshot_set, now, SNAPSHOT_GATHER_SECONDS)
+    if choice is None or (gathering and snapshots.outstanding(run, snapshot_set)):
         return
-    file, announcers = found
+    file, announcers = choice
     records = tuple(run.peers.record_of(h) for h in asked_holders if h.peer in announcers)
     if records and queue.try_start(stage, len(records)):
         transfer.sources = announcers
         _assign_from(run, peer, transfer, "snapshot", records, file, now)
 
 
-def _asked_holders(run: RunState, asked: StageSnapshots) -> list[PeerState]:
-    """The peers asked for a snapshot that hold the stage and take part in this step."""
+def _asked_holders(run: RunState, snapshot_set: StageSnapshots) -> list[PeerState]:
+    """The peers that were asked for a snapshot, hold the stage and take part in this step."""
     return [
         holder
-        for one in asked.asked
-        if (holder := run.peers.get(one)) is not None
-        and holder.stage == asked.stage
+        for peer_id in snapshot_set.asked
+        if (holder := run.peers.get(peer_id)) is not None
+        and holder.stage == snapshot_set.stage
         and run.peers.holds_current(holder)
     ]
 
 
 def snapshot_ready(run: RunState, peer: PeerState, message: SnapshotReady, now: float) -> None:
     """Record a holder's snapshot as a source."""
-    asked = run.checkpoints.snapshots.get(message.stage)
+    snapshot_set = run.checkpoints.snapshots.get(message.stage)
     if (
-        asked is not None
-        and asked.version == run.history.version
+        snapshot_set is not None
+        and snapshot_set.version == run.history.version
         and peer.stage == message.stage
-        and snapshots.announced(run, asked, peer, message, now)
+        and snapshots.announced(run, snapshot_set, peer, message, now)
     ):
         find_sources(run, now)
 
@@ -300,12 +300,13 @@ def _has_wrong_fingerprint(run: RunState, message: Ready) -> bool:
 
 
 def _reject_download(run: RunState, peer: PeerState, transfer: StageTransfer, now: float) -> None:
-    """Flag the ends of a download with a wrong fingerprint, and do without a single owner's file.
+    """Flag the ends of a download with a wrong fingerprint, and discard the file if all its sources
+    have one owner.
 
     A file that several owners announced is the stage's state, so the peer misreports what it has
     loaded. With a single source nothing shows which end is at fault.
     """
-    asked = run.checkpoints.snapshots.get(transfer.stage)
+    snapshot_set = run.checkpoints.snapshots.get(transfer.stage)
     sources = [source for p in transfer.sources if (source := run.peers.get(p)) is not None]
     ends = [peer]
     if len({owner_of(source) for source in sources}) == 1:
@@ -313,9 +314,9 @@ def _reject_download(run: RunState, peer: PeerState, transfer: StageTransfer, no
     for end in ends:
         reason = f"a download of stage {transfer.stage} differs from what the stage's holders have"
         run.flag(end, Rejection.OTHER_PARAMETERS, reason)
-        if asked is not None:
-            snapshots.failed(asked, end)
-    if asked is not None and not asked.asked:
+        if snapshot_set is not None:
+            snapshots.failed(snapshot_set, end)
+    if snapshot_set is not None and not snapshot_set.asked:
         del run.checkpoints.snapshots[transfer.stage]
     _retry_later(run, peer, transfer, now)
 

@@ -60,8 +60,8 @@ _OTHER_STATE = "it does not hold the state that it claims"
 def close_complete_stages(run: RunState, step: StepState, now: float) -> None:
     """Open the rounds of stages that have counted all microbatches, while other stages compute.
 
-    Only until a round of the step fails. Those that are open then wait for the whole table, since
-    what failed may have to be settled first (`start_close`).
+    After a round of the step has failed, further rounds wait for the whole table (`start_close`),
+    since the failure may have to be settled first.
     """
     size = len(cells.indices_of_step(run))
     if len(step.table) < size or step.failed_rounds or now < step.close_not_before:
@@ -69,8 +69,8 @@ def close_complete_stages(run: RunState, step: StepState, now: float) -> None:
     settled = _settled_stages(run, step, size, now)
     if settled:
         switching = rebalancing.switching(run)
-        found = [stages for stages in _unopened_rounds(run, switching) if stages <= settled]
-        _open_rounds(run, step, found, switching, now)
+        rounds = [stages for stages in _unopened_rounds(run, switching) if stages <= settled]
+        _open_rounds(run, step, rounds, switching, now)
 
 
 def _settled_stages(run: RunState, step: StepState, size: int, now: float) -> set[StageIndex]:
@@ -129,7 +129,7 @@ def _open_rounds(
     owners = {p: owner_of(run.peers[p]) for stage in opened for p in members[stage]}
     for stages in rounds:
         step.attempts.update(dict.fromkeys(stages, step.attempt))
-        of_round = {stage: reductions[stage] for stage in sorted(stages)}
+        round_reductions = {stage: reductions[stage] for stage in sorted(stages)}
         step.closing.open(
             Round(
                 attempt=step.attempt,
@@ -139,7 +139,7 @@ def _open_rounds(
                 voters={s: run.audits.voters({owners[p] for p in members[s]}) for s in stages},
                 began_at=now,
                 switching={p: to for p, to in switching.items() if to in stages},
-                sums=sum_checks.planned(run, of_round),
+                sums=sum_checks.planned(run, round_reductions),
             )
         )
     for stage in opened:
@@ -149,12 +149,12 @@ def _open_rounds(
 def _connected_stages(
     stages: list[StageIndex], pairs: list[tuple[StageIndex, StageIndex]]
 ) -> list[frozenset[StageIndex]]:
-    """Group the stages into rounds: stages connected by pairs, also through others, share one."""
-    found = {stage: frozenset((stage,)) for stage in stages}
-    for one, other in pairs:
-        both = found[one] | found[other]
-        found.update(dict.fromkeys(both, both))
-    return list(dict.fromkeys(found.values()))
+    """Group the stages into rounds: stages connected by pairs, directly or not, share a round."""
+    groups = {stage: frozenset((stage,)) for stage in stages}
+    for first, second in pairs:
+        merged = groups[first] | groups[second]
+        groups.update(dict.fromkeys(merged, merged))
+    return list(dict.fromkeys(groups.values()))
 
 
 def _send_close(
@@ -237,15 +237,15 @@ def report(run: RunState, peer: PeerState, message: RoundReport, now: float) -> 
 
 
 def sums_stated(run: RunState, peer: PeerState, event: SumsStated, now: float) -> None:
-    """Handle a member's answer to a check of sums; one to another check is ignored."""
+    """Handle a member's answer to a check of sums; an answer to another check is ignored."""
     step = run.steps.current
     round_ = step.closing.round_of(peer.peer) if step is not None and step.closing else None
     if step is None or round_ is None or not sum_checks.awaits(round_, peer, event):
         return
     time_limits.charge_late_report(run, step, round_, peer, now)
-    wrong = sum_checks.record(run, step, round_, peer, event, now)
-    if wrong is not None:
-        failure = RoundReport(step=step.step, attempt=round_.attempt, ok=False, reason=wrong)
+    error = sum_checks.record(run, step, round_, peer, event, now)
+    if error is not None:
+        failure = RoundReport(step=step.step, attempt=round_.attempt, ok=False, reason=error)
         _attempt_failed(run, step, round_, peer, failure, now)
     elif not round_.awaited:
         advance_close(run, now)
@@ -340,7 +340,8 @@ def _charge_failure(
 def _record_late_observation(
     run: RunState, step: StepState, peer: PeerState, message: RoundReport, now: float
 ) -> None:
-    """Handle a failure report of an attempt that has ended, if it is an observation of its own."""
+    """Handle a failure report of an ended attempt, if the member itself has observed the
+    failure."""
     accused = run.peers.get(message.culprit) if message.culprit is not None else None
     if message.aborted_by is not None or message.carrier_failed:
         return
@@ -374,39 +375,42 @@ def _check_agreement(run: RunState, step: StepState, round_: Round, now: float) 
     members decide that agree with the one that has been attached longest. Equal sums give equal
     norms to the bit on any device: the squares are added in a fixed order.
     """
-    of_stage: dict[StageIndex, dict[PeerId, SquaredNorms]] = {}
+    norms_by_stage: dict[StageIndex, dict[PeerId, SquaredNorms]] = {}
     for member, squares in round_.reports.items():
         stage = round_.members.get(member, round_.kept.get(member))
         if stage is not None:
-            of_stage.setdefault(stage, {})[member] = squares
+            norms_by_stage.setdefault(stage, {})[member] = squares
     agreed = {
         stage: run.audits.decide(
             Statement(p, round_.owners[p], _attached_since(run, p), squares)
             for p, squares in reported.items()
         )
-        for stage, reported in sorted(of_stage.items())
+        for stage, reported in sorted(norms_by_stage.items())
     }
-    split = [stage for stage, norms in agreed.items() if norms and not norms.has_majority]
+    split = [
+        stage for stage, own_norms in agreed.items() if own_norms and not own_norms.has_majority
+    ]
     if split and not step.disagreements:
         step.disagreements += 1
         reason = f"replicas of stage {split[0]} averaged to different gradients"
         round_membership.abort(run, round_, reason, now)
         return
     round_.averaged_at = now
-    for stage, reported in of_stage.items():
+    for stage, reported in norms_by_stage.items():
         if (decision := agreed[stage]) is None:
             continue  # not without a report of the stage
         decided = round_.squares[stage] = decision.value
-        for peer_id, norms in reported.items():
+        for peer_id, own_norms in reported.items():
             peer = run.peers.get(peer_id)
-            if norms != decided and peer is not None and peer_id in round_.members:
+            if own_norms != decided and peer is not None and peer_id in round_.members:
                 reason = "it averaged to a different gradient than the rest of its stage"
                 run.flag(peer, Rejection.OTHER_AVERAGE, reason)
                 release(run, peer, Release.STEP, now)
 
 
 def _attached_since(run: RunState, peer_id: PeerId) -> float:
-    """The number of a peer's session; one that has left since counts as the last."""
+    """The number of a peer's session; infinite for a peer that has left, which counts as the
+    last."""
     peer = run.peers.get(peer_id)
     return math.inf if peer is None else peer.session
 
@@ -453,8 +457,8 @@ def _applied_step(
     run: RunState, step: StepState, closing: CloseState, norm: float, now: float
 ) -> AppliedStep:
     last = run.last_stage
-    losses = [cell for (_, stage), cell in step.table.items() if stage == last]
-    tokens = sum(cell.tokens for cell in losses)
+    last_cells = [cell for (_, stage), cell in step.table.items() if stage == last]
+    tokens = sum(cell.tokens for cell in last_cells)
     shares = Counter((cell.peer, stage) for (_, stage), cell in step.table.items())
     per_microbatch = run.manifest.tokens_per_microbatch
     attempts = tuple(closing.rounds[stage].attempt for stage in run.stage_indices)
@@ -462,7 +466,7 @@ def _applied_step(
         step=step.step,
         attempt=step.attempt,
         # fsum: the mean must not depend on the order in which receipts arrive.
-        loss=math.fsum(cell.loss_sum or 0.0 for cell in losses) / tokens,
+        loss=math.fsum(cell.loss_sum or 0.0 for cell in last_cells) / tokens,
         tokens=tokens,
         seconds=now - step.previous_applied_at,
         global_norm=norm,
@@ -518,8 +522,8 @@ def _finish_when_applied(run: RunState, closing: CloseState, now: float) -> None
     for member, stage in closing.members.items():
         fingerprints.setdefault(stage, {})[member] = closing.applied[member]
     run.history.fingerprints.clear()
-    for stage, of_stage in sorted(fingerprints.items()):
-        _compare_replicas(run, stage, of_stage, now)
+    for stage, members in sorted(fingerprints.items()):
+        _compare_replicas(run, stage, members, now)
     run.commands.append(Remember(StateDigestsRecord(run.history.version, run.history.digests())))
     state_transfer.version_changed(run, now)
     for peer in list(run.peers.values()):

@@ -17,7 +17,7 @@ from swarm_shared.base.types import StageIndex
 
 
 def unmet_requirement(run: RunState, now: float) -> str:
-    """What the run waits for, as text; empty when a step can begin."""
+    """Return what the run lacks before a step can begin, as text; empty if nothing."""
     wanted = peers_wanted(run, now)
     short_of = sorted(run.peers.unheld()) if wanted == 1 else _stages_below(run, wanted)
     if not short_of and run.peers.has_complete_pipeline():
@@ -80,12 +80,12 @@ def _surplus_peer(run: RunState, stage: StageIndex, wanted: int) -> PeerState | 
     needed = run.manifest.stages[stage].memory
     spare: list[tuple[int, str, PeerState]] = []
     for other in run.stage_indices:
-        there = [p for p in run.peers.working(other) if not p.leaving]
+        staying = [p for p in run.peers.working(other) if not p.leaving]
         spare.extend(
-            (len(there), peer.peer, peer)
-            for peer in there
-            if len(there) > wanted
+            (len(staying), peer.peer, peer)
+            for peer in staying
+            if len(staying) > wanted
             and peer.profile.wanted_stage is None
             and peer.profile.memory.holds(needed)
         )
-    return max(spare, key=lambda one: one[:2])[2] if spare else None
+    return max(spare, key=lambda entry: entry[:2])[2] if spare else None

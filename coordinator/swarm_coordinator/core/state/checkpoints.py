@@ -30,7 +30,7 @@ class StageSnapshots:
     version: Version
     asked_at: float
     asked: dict[PeerId, SessionNumber] = field(default_factory=dict)
-    """The session in which each holder was asked; the request is lost with it."""
+    """The session in which each holder was asked; a request is lost with its session."""
     owners: dict[PeerId, PeerId] = field(default_factory=dict)
     """The owner of each holder that was asked."""
     ready: dict[PeerId, SnapshotFile] = field(default_factory=dict)
@@ -73,31 +73,33 @@ class CheckpointState:
     keep: int = 1
     """Number of newest checkpoints that the organiser's folder keeps."""
     older: tuple[CheckpointRecord, ...] = ()
-    """Those before the newest one that this start has stored, the oldest first."""
+    """The kept checkpoints before the newest one that this start of the coordinator has stored, the
+    oldest first."""
 
     def store(self, record: CheckpointRecord) -> None:
-        """A checkpoint is stored; the folder deletes the oldest ones."""
-        before = self.older if self.stored is None else (*self.older, self.stored)
-        older = tuple(one for one in before if one.version < record.version)
+        """Record a stored checkpoint; the folder deletes the oldest ones."""
+        previous = self.older if self.stored is None else (*self.older, self.stored)
+        older = tuple(checkpoint for checkpoint in previous if checkpoint.version < record.version)
         self.older = older[-(self.keep - 1) :] if self.keep > 1 else ()
         self.stored, self.overdue = record, False
 
     def before(self, step: Step, earliest: Version) -> CheckpointRecord | None:
-        """The newest kept checkpoint before a step, or the oldest after it, if that is too old for
-        all of them; none of a version before `earliest`."""
+        """The newest kept checkpoint before a step; the oldest kept one if all are later. None if
+        none is kept; checkpoints of versions before `earliest` do not count."""
         kept = [*self.older, self.stored] if self.stored is not None else []
-        allowed = [one for one in kept if one.version >= earliest]
-        before_it = [one for one in allowed if one.version < step]
-        return before_it[-1] if before_it else next(iter(allowed), None)
+        allowed = [record for record in kept if record.version >= earliest]
+        earlier = [record for record in allowed if record.version < step]
+        return earlier[-1] if earlier else next(iter(allowed), None)
 
     def return_to(self, record: CheckpointRecord) -> None:
         """Make a kept checkpoint the newest one."""
-        self.older = tuple(one for one in self.older if one.version < record.version)
+        self.older = tuple(older for older in self.older if older.version < record.version)
         self.stored = record
 
     @property
     def stored_version(self) -> Version:
-        """The version to which the run can return: of the checkpoint, or the initialisation."""
+        """The version to which the run can return: the newest checkpoint's; 0, the initialisation,
+        without one."""
         return self.stored.version if self.stored is not None else Version(0)
 
     def failures_of(self, version: Version) -> int:

@@ -25,16 +25,17 @@ class SquaredNorms(NamedTuple):
 
 @dataclass(slots=True)
 class Turnout:
-    """How many of the owners that vote have answered, each with more than half of its devices."""
+    """Counts which of the voting owners have answered, each with more than half of its devices."""
 
     devices: Counter[PeerId] = field(default_factory=Counter)
     """Number of members by owner."""
     answers: Counter[PeerId] = field(default_factory=Counter)
-    """Number of these that have answered."""
+    """Number of members that have answered, by owner."""
     done: set[PeerId] = field(default_factory=set)
     """Owners of whose members more than half have answered."""
 
-    def answered(self, owner: PeerId) -> None:
+    def note_answer(self, owner: PeerId) -> None:
+        """Count the first answer of one of the owner's members."""
         if owner in self.devices:
             self.answers[owner] += 1
             if 2 * self.answers[owner] > self.devices[owner]:
@@ -50,7 +51,7 @@ class Turnout:
                 self.done.discard(owner)
 
     @property
-    def most(self) -> bool:
+    def has_majority(self) -> bool:
         """Whether more than half of the owners have answered."""
         return 2 * len(self.done) > len(self.devices)
 
@@ -69,7 +70,7 @@ class Round:
     """Members that hold another stage after this step; they average that stage too, contributing
     zero."""
     sums: RoundSums | None = None
-    """The check of the sums, if there is to be one before the round stands."""
+    """The check of the sums before the round stands; None if there is none."""
     owners: dict[PeerId, PeerId] = field(default_factory=dict)
     """The owner of each member, also of those that have left since."""
     voters: dict[StageIndex, frozenset[PeerId]] = field(default_factory=dict)
@@ -77,11 +78,11 @@ class Round:
     reports: dict[PeerId, SquaredNorms] = field(default_factory=dict)
     """The norms of the members that have averaged."""
     awaited: set[PeerId] = field(default_factory=set)
-    """Members that have not reported yet, or not answered the present check."""
+    """Members that have not answered the latest request, a close or a check of sums."""
     answered: set[PeerId] = field(default_factory=set)
-    """Members that have."""
+    """Members that have answered the latest request."""
     asked_at: float = 0.0
-    """When the close or the check was sent."""
+    """When the latest request was sent."""
     kept: dict[PeerId, StageIndex] = field(default_factory=dict)
     """Former members whose gradient is in the sum, by stage; their cells still count."""
     most_reported_at: dict[StageIndex, float] = field(default_factory=dict)
@@ -89,7 +90,7 @@ class Round:
     squares: dict[StageIndex, SquaredNorms] = field(default_factory=dict)
     """The agreed norms by stage, once all members have averaged."""
     averaged_at: float = 0.0
-    """When these were agreed."""
+    """When the norms in `squares` were agreed."""
     _turnouts: dict[StageIndex, Turnout] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -107,6 +108,7 @@ class Round:
             self._turnouts[stage] = Turnout(Counter([o for o in owners if o in voters]))
 
     def turnout(self, stage: StageIndex) -> Turnout:
+        """The turnout of a stage of the round."""
         return self._turnouts[stage]
 
     def record(self, peer: PeerId, squares: SquaredNorms, now: float) -> None:
@@ -119,10 +121,10 @@ class Round:
         stage = self.members[peer]
         turnout = self._turnouts[stage]
         if peer not in self.answered:
-            turnout.answered(self.owners[peer])
+            turnout.note_answer(self.owners[peer])
         self.answered.add(peer)
         self.awaited.discard(peer)
-        if turnout.most:
+        if turnout.has_majority:
             self.most_reported_at.setdefault(stage, now)
 
     def ask_again(self, now: float) -> None:
@@ -139,6 +141,7 @@ class Round:
 
     @property
     def averaged(self) -> bool:
+        """Whether the norms of all stages of the round are agreed."""
         return bool(self.squares)
 
     def completes_without(self, gone: Collection[PeerId]) -> bool:
@@ -160,7 +163,7 @@ class Round:
 
 @dataclass(slots=True)
 class CloseState:
-    """The close of a step. Its members change only through its methods."""
+    """The close of a step. The members change only through the methods of this class."""
 
     rounds: dict[StageIndex, Round] = field(default_factory=dict)
     """The round of each stage that has one."""
@@ -169,48 +172,52 @@ class CloseState:
     applied: dict[PeerId, tuple[str, float]] = field(default_factory=dict)
     """Fingerprints (digest, norm) of the members that have applied."""
     decided_at: float = 0.0
+    """When the step was decided and the Apply sent."""
     most_applied_at: float | None = None
-    """When most members of more than half of the owners that vote had applied."""
+    """When most members of more than half of the voting owners had applied the step."""
     last_applied_at: dict[StageIndex, float] = field(default_factory=dict)
-    """When a member has last confirmed that it has applied, for each stage of which one has."""
+    """When a member of each stage has last confirmed that it has applied the step."""
     _turnout: Turnout = field(default_factory=Turnout)
 
     def record_applied(self, peer: PeerId, fingerprint: tuple[str, float], now: float) -> None:
         """Enter a member's confirmation."""
         stage = self.members[peer]
         if peer not in self.applied:
-            self._turnout.answered(self.rounds[stage].owners[peer])
+            self._turnout.note_answer(self.rounds[stage].owners[peer])
         self.applied[peer] = fingerprint
         self.last_applied_at[stage] = now
-        if self.most_applied_at is None and self._turnout.most:
+        if self.most_applied_at is None and self._turnout.has_majority:
             self.most_applied_at = now
 
     def each_round(self) -> list[Round]:
+        """The rounds, each one once."""
         return list(dict.fromkeys(self.rounds.values()))
 
     def round_of(self, peer: PeerId) -> Round | None:
+        """The round of which a peer is a member."""
         stage = self.members.get(peer)
         return None if stage is None else self.rounds.get(stage)
 
-    def open(self, opened: Round) -> None:
-        self.rounds.update(dict.fromkeys(opened.stages, opened))
-        self.members.update(opened.members)
-        for stage in opened.stages:
-            self._turnout.devices.update(opened.turnout(stage).devices)
+    def open(self, round_: Round) -> None:
+        """Add an opened round and its members."""
+        self.rounds.update(dict.fromkeys(round_.stages, round_))
+        self.members.update(round_.members)
+        for stage in round_.stages:
+            self._turnout.devices.update(round_.turnout(stage).devices)
 
-    def _discount(self, of: Round, peer: PeerId) -> None:
-        self._turnout.remove(of.owners[peer], has_answered=peer in self.applied)
+    def _discount(self, round_: Round, peer: PeerId) -> None:
+        self._turnout.remove(round_.owners[peer], has_answered=peer in self.applied)
 
-    def discard_round(self, ended: Round) -> None:
+    def discard_round(self, round_: Round) -> None:
         """Remove a round and its members."""
-        for stage in ended.stages:
+        for stage in round_.stages:
             del self.rounds[stage]
-        for peer in ended.members:
+        for peer in round_.members:
             del self.members[peer]
-            self._discount(ended, peer)
+            self._discount(round_, peer)
 
     def remove_member(self, peer: PeerId) -> None:
-        """Remove a member; what it has reported and its gradient in the sum stay."""
+        """Remove a member from its round; its report and its gradient in the sum stay."""
         stage = self.members.pop(peer)
         round_ = self.rounds[stage]
         self._discount(round_, peer)

@@ -67,6 +67,7 @@ class Leaking:
     """When all of them are forgotten."""
 
     def at(self, now: float) -> float:
+        """The seconds that are not forgotten yet."""
         return max(0.0, self.empty_at - now) / LEAK_SECONDS
 
     def add(self, seconds: float, now: float) -> None:
@@ -83,15 +84,16 @@ class HeldAccount:
     disputes: dict[PeerId, Leaking] = field(default_factory=dict)
     """The seconds of failed attempts for which this peer named another one, or was named by it."""
     disputed: Leaking = field(default_factory=Leaking)
-    """The part of the held seconds that was charged for these."""
+    """The part of the held seconds that was charged for disputes."""
     not_finite_with: dict[PeerId, float] = field(default_factory=dict)
     """The other ends of computations that were not finite, and when the latest one was."""
     at_odds_with: dict[PeerId, float] = field(default_factory=dict)
     """The other parties of averages that failed between the two, and when the latest one did."""
     alone_at: tuple[float, ...] = ()
-    """When it held up a step alone that others could end without it, the last ones."""
+    """The last times at which the peer alone held up a step that others could end without it."""
     refused_until: float = -math.inf
     refused_because: str = ""
+    """The reason of a refusal, as part of a sentence; empty if it is for held seconds."""
     ends_with_self_test: bool = False
     """Whether a passed self-test ends the refusal. Stored with it: nothing else tells a refusal for
     a first lost audit from one for withheld inputs after a restart of the coordinator."""
@@ -101,7 +103,7 @@ class HeldAccount:
         _remember(self.not_finite_with, other, now)
 
     def partners(self, now: float) -> int:
-        """Number of different other ends within an hour."""
+        """Number of peers with which a computation was not finite within an hour."""
         return sum(now - at < PARTNER_SECONDS for at in self.not_finite_with.values())
 
     def record_at_odds(self, other: PeerId, now: float) -> None:
@@ -109,20 +111,21 @@ class HeldAccount:
         _remember(self.at_odds_with, other, now)
 
     def parties(self, now: float) -> set[PeerId]:
-        """The parties of averages that failed within an hour."""
+        """The owners with which an average failed within an hour."""
         return {other for other, at in self.at_odds_with.items() if now - at < PARTNER_SECONDS}
 
     def record_alone(self, now: float) -> None:
-        """Remember a step that it held up alone."""
+        """Remember a step that the peer held up alone."""
         self.alone_at = (*self.alone_at[-MAX_DISPUTES:], now)
 
     def times_alone(self, now: float) -> int:
-        """Number of steps within an hour that it held up alone."""
+        """Number of steps within an hour that the peer held up alone."""
         return sum(now - at < PARTNER_SECONDS for at in self.alone_at)
 
-    def charge(self, since: float, until: float, most: float, now: float) -> float:
-        """Charge an interval, without what was charged before; returns the seconds."""
-        seconds = min(max(0.0, until - max(since, self.charged_until)), most)
+    def charge(self, since: float, until: float, limit: float, now: float) -> float:
+        """Charge the part of an interval that was not charged before, up to `limit` seconds; return
+        the charged seconds."""
+        seconds = min(max(0.0, until - max(since, self.charged_until)), limit)
         self.charged_until = max(self.charged_until, until)
         self.held.add(seconds, now)
         return seconds
@@ -130,16 +133,16 @@ class HeldAccount:
     def dispute(self, other: PeerId, since: float, until: float, now: float) -> None:
         """Charge an attempt for which one peer named the other, up to MAX_DISPUTED_SECONDS, and
         MAX_DISPUTED_WITH_ALL_SECONDS of all others."""
-        known = self.disputes.get(other)
-        if known is None:
-            _make_room(self.disputes, MAX_DISPUTES, lambda one: one.at(now))
-            known = self.disputes[other] = Leaking()
-        room = min(MAX_DISPUTED_SECONDS - known.at(now), MAX_SECONDS_PER_CHARGE)
+        bucket = self.disputes.get(other)
+        if bucket is None:
+            _make_room(self.disputes, MAX_DISPUTES, lambda entry: entry.at(now))
+            bucket = self.disputes[other] = Leaking()
+        room = min(MAX_DISPUTED_SECONDS - bucket.at(now), MAX_SECONDS_PER_CHARGE)
         seconds = max(0.0, min(until - max(since, self.charged_until), room))
         room_of_all = max(0.0, MAX_DISPUTED_WITH_ALL_SECONDS - self.disputed.at(now))
         charged = self.charge(since, until, min(seconds, room_of_all), now)
         self.disputed.add(charged, now)
-        known.add(seconds, now)
+        bucket.add(seconds, now)
 
     def refuse(
         self, until: float, reason: str, now: float, *, ends_with_self_test: bool = False
@@ -159,15 +162,16 @@ class HeldAccount:
         return self.held.at(now) + max(0.0, self.refused_until - now)
 
     def record(self, account: PeerId, now: float) -> HeldAccountRecord:
+        """What is stored of the account, with times as seconds from now."""
         return HeldAccountRecord(
             account,
             leaks_for_seconds=max(0.0, self.held.empty_at - now),
             refused_for_seconds=max(0.0, self.refused_until - now),
             refused_because=self.refused_because,
             disputes=tuple(
-                (other, one.empty_at - now)
-                for other, one in sorted(self.disputes.items())
-                if one.empty_at > now
+                (other, bucket.empty_at - now)
+                for other, bucket in sorted(self.disputes.items())
+                if bucket.empty_at > now
             ),
             ends_with_self_test=self.ends_with_self_test,
         )
@@ -185,31 +189,32 @@ class HeldTime:
     def change(self, key: PeerId, now: float) -> HeldAccount:
         """An account to be changed: it is stored at the next tick."""
         self.changed.add(key)
-        found = self.accounts.get(key)
-        if found is None:
-            _make_room(self.accounts, MAX_ACCOUNTS, lambda one: one.worth(now))
-            found = self.accounts[key] = HeldAccount()
-        return found
+        account = self.accounts.get(key)
+        if account is None:
+            _make_room(self.accounts, MAX_ACCOUNTS, lambda candidate: candidate.worth(now))
+            account = self.accounts[key] = HeldAccount()
+        return account
 
-    def of(self, key: PeerId) -> HeldAccount:
+    def account(self, key: PeerId) -> HeldAccount:
         """An account to be read; that of an unknown peer is new and not remembered."""
         return self.accounts.get(key) or HeldAccount()
 
     def seconds(self, key: PeerId, now: float) -> float:
-        return self.of(key).held.at(now)
+        """The held seconds of an account."""
+        return self.account(key).held.at(now)
 
     def refused(self, keys: Iterable[PeerId], now: float) -> list[PeerId]:
-        """Those of these accounts that are refused now."""
-        return [key for key in keys if self.of(key).refused_until > now]
+        """The accounts among `keys` that are refused now."""
+        return [key for key in keys if self.account(key).refused_until > now]
 
     def take_changed(self, now: float) -> tuple[HeldAccountRecord, ...]:
         """The accounts to be stored, in the order of their keys; most charges are of no seconds."""
         changed, self.changed = sorted(self.changed & self.accounts.keys()), set()
-        known = ((key, self.accounts[key]) for key in changed)
-        # One whose refusal has ended early is stored, too.
+        accounts = ((key, self.accounts[key]) for key in changed)
+        # An account whose refusal has ended early is stored, too.
         return tuple(
             account.record(key, now)
-            for key, account in known
+            for key, account in accounts
             if account.held.empty_at > now or account.refused_until > -math.inf
         )
 
@@ -218,15 +223,15 @@ def restored_held_time(records: Iterable[HeldAccountRecord], now: float) -> Held
     """The accounts of an earlier start of the coordinator."""
     return HeldTime(
         {
-            one.account: HeldAccount(
-                Leaking(now + one.leaks_for_seconds),
-                disputes={other: Leaking(now + seconds) for other, seconds in one.disputes},
-                disputed=Leaking(now + sum(seconds for _, seconds in one.disputes)),
-                refused_until=now + one.refused_for_seconds,
-                refused_because=one.refused_because,
-                ends_with_self_test=one.ends_with_self_test,
+            record.account: HeldAccount(
+                Leaking(now + record.leaks_for_seconds),
+                disputes={other: Leaking(now + seconds) for other, seconds in record.disputes},
+                disputed=Leaking(now + sum(seconds for _, seconds in record.disputes)),
+                refused_until=now + record.refused_for_seconds,
+                refused_because=record.refused_because,
+                ends_with_self_test=record.ends_with_self_test,
             )
-            for one in records
+            for record in records
         }
     )
 
@@ -237,8 +242,8 @@ def _remember(table: dict[PeerId, float], other: PeerId, now: float) -> None:
     table[other] = now
 
 
-def _make_room(table: dict[KeyT, ValueT], most: int, worth: Callable[[ValueT], float]) -> None:
-    """Drop the eighth with the least worth from a full table."""
-    if len(table) >= most:
-        for key in sorted(table, key=lambda key: worth(table[key]))[: max(1, most // 8)]:
+def _make_room(table: dict[KeyT, ValueT], capacity: int, worth: Callable[[ValueT], float]) -> None:
+    """Drop the eighth of the entries with the least worth from a full table."""
+    if len(table) >= capacity:
+        for key in sorted(table, key=lambda key: worth(table[key]))[: max(1, capacity // 8)]:
             del table[key]

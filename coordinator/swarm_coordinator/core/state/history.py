@@ -26,18 +26,19 @@ class RunHistory:
     members: set[PeerId]
     """Peers whose state is known to belong to the history since a roll-back."""
     fingerprints: dict[StageIndex, frozenset[str]] = field(default_factory=dict)
-    """Digests of the version that holders of each stage have reported."""
+    """Digests of the stage's state at the version that holders have reported, by stage."""
     recomputed: Version = INITIALISATION
     """The last version that a roll-back has left."""
     averaging_seconds: float = 0.0
-    """How long the slowest round of the step applied last took, from its Close to its sums."""
+    """Seconds that the slowest round of the last applied step took, from its Close to its sums."""
     lost_since: dict[StageIndex, float] = field(default_factory=dict)
     """When each stage without a holder lost its last one."""
 
     def may_be(self, stage: StageIndex, digest: str) -> bool:
-        """Whether this can be the digest of the stage's state at the version, as far as known."""
-        known = self.fingerprints.get(stage)
-        return known is None or digest in known
+        """Whether the stage's state at the version can have this digest, as far as digests are
+        known."""
+        fingerprints = self.fingerprints.get(stage)
+        return fingerprints is None or digest in fingerprints
 
     def digests(self) -> tuple[StateDigest, ...]:
         """The digests of the version, to be stored."""
@@ -64,7 +65,7 @@ class RunHistory:
 
 def restored_digests(digests: Iterable[StateDigest]) -> dict[StageIndex, frozenset[str]]:
     """The digests of each stage from before a restart of the coordinator."""
-    found: dict[StageIndex, frozenset[str]] = {}
+    by_stage: dict[StageIndex, frozenset[str]] = {}
     for stage, digest in digests:
-        found[stage] = found.get(stage, frozenset()) | {digest}
-    return found
+        by_stage[stage] = by_stage.get(stage, frozenset()) | {digest}
+    return by_stage

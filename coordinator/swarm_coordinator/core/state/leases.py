@@ -27,12 +27,12 @@ class LeaseBook(dict[MicrobatchIndex, LeaseState]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._of: dict[PeerId, set[MicrobatchIndex]] = {}
+        self._leased: dict[PeerId, set[MicrobatchIndex]] = {}
         self._driven: dict[PeerId, set[MicrobatchIndex]] = {}
 
-    def of(self, trainer: PeerId) -> Collection[MicrobatchIndex]:
+    def leased_to(self, trainer: PeerId) -> Collection[MicrobatchIndex]:
         """All microbatches leased to a trainer, resolved ones included."""
-        return self._of.get(trainer, ())
+        return self._leased.get(trainer, ())
 
     def driven_by(self, trainer: PeerId) -> Collection[MicrobatchIndex]:
         """Microbatches leased to a trainer without a result so far."""
@@ -42,13 +42,13 @@ class LeaseBook(dict[MicrobatchIndex, LeaseState]):
         if microbatch in self:
             del self[microbatch]
         super().__setitem__(microbatch, lease)
-        self._of.setdefault(lease.trainer, set()).add(microbatch)
+        self._leased.setdefault(lease.trainer, set()).add(microbatch)
         if lease.resolved_at is None:
             self._driven.setdefault(lease.trainer, set()).add(microbatch)
 
     def __delitem__(self, microbatch: MicrobatchIndex) -> None:
         lease = self[microbatch]
         super().__delitem__(microbatch)
-        self._of[lease.trainer].discard(microbatch)
+        self._leased[lease.trainer].discard(microbatch)
         if lease.resolved_at is None:
             self._driven[lease.trainer].discard(microbatch)

@@ -28,7 +28,7 @@ class RebalancingRule(StrEnum):
 
     NONE = "none"
     THROUGHPUT = "throughput"
-    """The pipeline's gain must be worth the download."""
+    """Peers move where the pipeline's gain is worth the download."""
 
 
 ChooseMoves = Callable[

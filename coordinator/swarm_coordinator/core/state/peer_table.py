@@ -48,7 +48,7 @@ class StagePeers:
 class StageCapacity:
     """The computing rates that a stage can count on.
 
-    Of peers that hold it or are on their way to it, without those that leave or pause.
+    Peers that hold the stage or are on their way to it count, except those that leave or pause.
     """
 
     peers: int
@@ -66,7 +66,7 @@ class PeerTable(dict[PeerId, PeerState]):
         self.syncing: dict[PeerId, StageTransfer] = {}
         """Transfers of peers that have a stage and download its state."""
         self.unsourced: dict[PeerId, StageTransfer] = {}
-        """Those that have not been sent a source."""
+        """Transfers of syncing peers that have not been sent a source."""
         self.movers: dict[PeerId, StageTransfer] = {}
         """Transfers of peers that move to another stage."""
         self.leavers: dict[PeerId, PeerState] = {}
@@ -83,7 +83,7 @@ class PeerTable(dict[PeerId, PeerState]):
         self.stages = tuple(StageIndex(stage) for stage in range(manifest.stage_count))
         self._history = history
         self._version = NO_VERSION
-        """The version that the views are of."""
+        """The run's version for which the views hold."""
         self._by_stage: dict[StageIndex, dict[PeerId, PeerState]] = {s: {} for s in self.stages}
         self._bound_for: dict[StageIndex, dict[PeerId, PeerState]] = {s: {} for s in self.stages}
         self._views: dict[StageIndex, StagePeers] = {}
@@ -120,7 +120,7 @@ class PeerTable(dict[PeerId, PeerState]):
         return self._view(StageIndex(stage)).working
 
     def has_others(self, peer: PeerState) -> bool:
-        """Whether another peer takes part with the stage of this one."""
+        """Whether another peer takes part in this step with this peer's stage."""
         return peer.stage is not None and any(p is not peer for p in self.ready(peer.stage))
 
     def trainers(self) -> list[PeerState]:
@@ -162,13 +162,13 @@ class PeerTable(dict[PeerId, PeerState]):
 
     def _view(self, stage: StageIndex) -> StagePeers:
         self._follow_version()
-        found = self._views.get(stage)
-        if found is None:
+        view = self._views.get(stage)
+        if view is None:
             ready = tuple(p for p in self._by_stage[stage].values() if self.holds_current(p))
             active = tuple(peer for peer in ready if not peer.paused)
             staying = tuple(peer for peer in active if not peer.leaving)
-            found = self._views[stage] = StagePeers(ready, staying or active, staying)
-        return found
+            view = self._views[stage] = StagePeers(ready, staying or active, staying)
+        return view
 
     # ---- where the peers are, and what they can do
 
@@ -203,9 +203,9 @@ class PeerTable(dict[PeerId, PeerState]):
         stage = self._ranges[index]
         flops = capacity.flops_per_second + mean * (capacity.peers - capacity.measured)
         rate = flops / (stage.work_flops or 1.0)
-        known = self._rows.get(index)
-        if known is None or (known.peers, known.microbatches_per_second) != (capacity.peers, rate):
-            known = self._rows[index] = StageRow(
+        row = self._rows.get(index)
+        if row is None or (row.peers, row.microbatches_per_second) != (capacity.peers, rate):
+            row = self._rows[index] = StageRow(
                 stage=index,
                 peers=capacity.peers,
                 microbatches_per_second=rate,
@@ -213,19 +213,19 @@ class PeerTable(dict[PeerId, PeerState]):
                 memory=stage.memory,
                 sent_bytes=self._sizes[index].sent_bytes,
             )
-        return known
+        return row
 
     def _capacity(self, stage: StageIndex) -> StageCapacity:
-        found = self._capacities.get(stage)
-        if found is None:
+        capacity = self._capacities.get(stage)
+        if capacity is None:
             counted = [p for p in self.bound_for(stage) if not p.leaving and not p.paused]
             rates = [
                 min(p.rates.flops_per_second, p.rates.uplink_flops_per_second)
                 for p in counted
                 if p.rates.flops_per_second > 0
             ]
-            found = self._capacities[stage] = StageCapacity(len(counted), len(rates), sum(rates))
-        return found
+            capacity = self._capacities[stage] = StageCapacity(len(counted), len(rates), sum(rates))
+        return capacity
 
     # ---- roster records
 
@@ -238,19 +238,19 @@ class PeerTable(dict[PeerId, PeerState]):
 
     def _stage_records(self, stage: StageIndex) -> tuple[PeerRecord, ...]:
         view = self._view(stage)
-        known = self._records.get(stage)
-        if known is None:
+        records = self._records.get(stage)
+        if records is None:
             alone = not view.trainers
             claims = [
                 ClaimedRate(peer.rates.microbatches_per_second, peer.rates.counted)
                 for peer in view.ready
             ]
             tolerance = rate_tolerance(len(self))
-            known = self._records[stage] = tuple(
+            records = self._records[stage] = tuple(
                 _record(peer, not peer.paused and (alone or not peer.leaving), rate, tolerance)
                 for peer, rate in zip(view.ready, believed_rates(claims), strict=True)
             )
-        return known
+        return records
 
     def record_of(self, peer: PeerState) -> PeerRecord:
         """A peer's roster record."""
@@ -261,7 +261,8 @@ class PeerTable(dict[PeerId, PeerState]):
     # ---- changes of a peer
 
     def begin_transfer(self, peer: PeerState, transfer: StageTransfer) -> None:
-        """Let a peer go to a stage: as a mover if it holds another one, else with that stage."""
+        """Begin a peer's transfer: a peer that holds another stage becomes a mover, any other one
+        has the stage at once and syncs."""
         self._unindex(peer)
         peer.transfer = transfer
         if peer.phase is not PeerPhase.READY:
@@ -293,13 +294,13 @@ class PeerTable(dict[PeerId, PeerState]):
         """Whether the partner of an exchange is still moving; True for a move without one."""
         if transfer.partner is None:
             return True
-        of_partner = self.movers.get(transfer.partner)
-        return of_partner is not None and of_partner.partner == peer
+        partner_transfer = self.movers.get(transfer.partner)
+        return partner_transfer is not None and partner_transfer.partner == peer
 
     def claim(self, peer: PeerState, digest: str) -> None:
         """Keep the digest of a returning peer's state until its stage's fingerprint is known."""
-        known = peer.stage is not None and peer.stage in self._history.fingerprints
-        peer.claimed_digest = None if known else digest
+        fingerprint_known = peer.stage is not None and peer.stage in self._history.fingerprints
+        peer.claimed_digest = None if fingerprint_known else digest
 
     def cancel_move(self, peer: PeerState) -> None:
         """Let a mover stay at its stage."""
@@ -339,7 +340,7 @@ class PeerTable(dict[PeerId, PeerState]):
         self, peer: PeerState, now: float, queued: int, microbatches_per_second: float,
         flops_per_second: float, up_bytes_per_second: float, uplink_flops_per_second: float,
     ) -> None:  # fmt: skip
-        """Set what a heartbeat changes; this runs thousands of times a second."""
+        """Set the fields that a heartbeat changes; this runs thousands of times a second."""
         rates = peer.rates
         measured = (
             flops_per_second != rates.flops_per_second
@@ -354,12 +355,12 @@ class PeerTable(dict[PeerId, PeerState]):
             self._capacities.pop(peer.goes_to, None)
         if peer.record is not None:
             published = peer.record.microbatches_per_second
-            least, most = published / GREAT_RATE_RATIO, published * GREAT_RATE_RATIO
-            if not least <= microbatches_per_second <= most:
+            lowest, highest = published / GREAT_RATE_RATIO, published * GREAT_RATE_RATIO
+            if not lowest <= microbatches_per_second <= highest:
                 self._invalidate_records(peer)
 
     def record_counted(self, shares: Iterable[StageShare]) -> None:
-        """Set what each peer counted for its stage in the step that is applied."""
+        """Set the number of microbatches that each peer counted in the applied step."""
         counted = {(share.peer, share.stage): share.microbatches for share in shares}
         for peer in self.values():
             stage = peer.stage
@@ -396,11 +397,11 @@ class PeerTable(dict[PeerId, PeerState]):
         self.losses += peer.stage is not None
         self._unindex(peer)
         self.excluded.discard(key)
-        for some in (
+        for index in (
             self.syncing, self.unsourced, self.movers, self.leavers, self.with_carrier,
             self.awaiting_roster,
         ):  # fmt: skip
-            some.pop(key, None)
+            index.pop(key, None)
         self._index_carrier(key, None)
 
     def clear(self) -> None:
@@ -459,25 +460,25 @@ class PeerTable(dict[PeerId, PeerState]):
             self._records.pop(peer.stage, None)
 
 
-def _put(those: dict[PeerId, ValueT], key: PeerId, value: ValueT | None) -> None:
-    """Let an index have the value, or lack the key without one."""
+def _put(index: dict[PeerId, ValueT], key: PeerId, value: ValueT | None) -> None:
+    """Enter the value in an index; without a value remove the key."""
     if value is not None:
-        those[key] = value
+        index[key] = value
     else:
-        those.pop(key, None)
+        index.pop(key, None)
 
 
 def _record(peer: PeerState, accepts_work: bool, rate: float, tolerance: float) -> PeerRecord:
-    """The peer's roster record, which is the same object until it changes. `rate` is what is
-    believed of its claim; `tolerance` is the relative change that is ignored."""
+    """The peer's roster record, which is the same object until it changes. `rate` is the believed
+    part of the rate that the peer claims; `tolerance` is the relative change that is ignored."""
     assert peer.stage is not None
-    known = peer.record
+    record = peer.record
     if (
-        known is not None
-        and known.accepts_work == accepts_work
-        and abs(known.microbatches_per_second - rate) <= tolerance * rate
+        record is not None
+        and record.accepts_work == accepts_work
+        and abs(record.microbatches_per_second - rate) <= tolerance * rate
     ):
-        return known
+        return record
     contact = peer.contact
     peer.record = PeerRecord(
         peer=peer.peer,

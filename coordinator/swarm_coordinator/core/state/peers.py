@@ -60,10 +60,11 @@ class PeerProfile:
     owner: PeerId | None
     """The key that the peer's work counts for, if it has proven one."""
     binding: str = ""
-    """The signed proof of it, in base64; empty without an owner."""
+    """The signed proof that the peer belongs to the owner, in base64; empty without an owner."""
 
     @classmethod
     def of(cls, hello: Hello, owner: PeerId | None) -> PeerProfile:
+        """The profile that a Hello states; `owner` is the one that its binding proves."""
         return cls(
             hello.name, hello.device, hello.memory, hello.wanted_stage, owner,
             hello.owner or "" if owner is not None else "",
@@ -92,18 +93,19 @@ class PeerRates:
     """Microbatches that it counted for its stage in the last step."""
 
     def expected_at(self, stage: StageLoad) -> float:
-        """Return the microbatches per second at a stage by what was measured at any; 0 if nothing
-        was. A heartbeat and a placement compute the same inline: they run thousands of times a
-        second."""
+        """Return the microbatches per second at a stage that follow from the rates measured at any
+        stage; 0 without a measured rate. Heartbeats and placement compute the same inline, because
+        they run thousands of times a second."""
         sent = self.up_bytes_per_second / stage.sent_bytes if stage.sent_bytes else math.inf
         return min(self.flops_per_second / stage.work_flops, sent)
 
 
 @dataclass(slots=True)
 class StageTransfer:
-    """The way of one peer to the state of one stage: its first, the same one anew, or the next one.
+    """One peer's download of a stage's state: its first, the same stage's anew, or the next one's.
 
-    A peer that moves has one beside the stage that it serves; any other is SYNCING meanwhile.
+    A moving peer has a transfer beside the stage that it serves; any other peer is SYNCING
+    meanwhile.
     """
 
     stage: StageIndex
@@ -117,11 +119,11 @@ class StageTransfer:
     asked_at: float = 0.0
     """When the peer was sent the source of the state."""
     sources: tuple[PeerId, ...] = ()
-    """The holders whose snapshot it was sent; empty for the coordinator's own file."""
+    """The holders that the peer was sent as sources; empty if the source is the coordinator."""
     close_delays: int = 0
-    """Number of closes that it may have delayed."""
+    """Number of closes that the transfer may have delayed."""
     close_delayed_until: float = 0.0
-    """It delays the close of the step until this time at most."""
+    """The time until which the transfer delays the close of the step at most."""
     missed_apply: Step | None = None
     """The step that leads to the state: the peer has averaged it and missed the Apply."""
     release_first: bool = False
@@ -150,25 +152,26 @@ class PeerState:
     session: SessionNumber
     profile: PeerProfile
     contact: AddressUpdate
-    """How other peers reach it."""
+    """The addresses at which other peers reach it."""
     certificate: str
     last_heard: float
     phase: PeerPhase = PeerPhase.ADMITTED
     stage: StageIndex | None = None
     version: Version = NO_VERSION
-    """The version of the stage's state that it holds."""
+    """The version of the stage's state that the peer holds."""
     transfer: StageTransfer | None = None
-    """The state that it is about to hold: of its own stage while it syncs, or of the stage that it
-    moves to."""
+    """The transfer of the state that the peer is about to hold: of its own stage while it syncs, or
+    of the stage that it moves to."""
     leaving: bool = False
     leaving_since: float = 0.0
     budget_spent: bool = False
     """Whether its budget of held seconds was spent at the last charge."""
     paused: bool = False
-    """It gets no new work for now, but closes steps with the other members."""
+    """Whether the peer gets no new work for now; it closes steps with the other members."""
     rates: PeerRates = field(default_factory=PeerRates)
     arithmetic: str = ""
-    """The class of arithmetic that it claims, for people alone; empty before it has one."""
+    """The class of arithmetic that the peer claims, which is only shown; empty before it has
+    one."""
     last_heartbeat: LastHeartbeat = field(default_factory=LastHeartbeat)
     delivered_at: float = -math.inf
     """When the last microbatch that it drives was found committed in every stage."""
@@ -178,19 +181,19 @@ class PeerState:
     """Whether its parameters have once been bitwise equal to those of most replicas of its
     stage."""
     claimed_digest: str | None = None
-    """Digest of the state that it claims to hold, while the fingerprint of its stage at this
+    """Digest of the state that the peer claims to hold, while the fingerprint of its stage at this
     version is not known."""
     record: PeerRecord | None = field(default=None, repr=False, compare=False)
     """Its published roster record; None after a change of one of its fields."""
 
     @property
     def moving(self) -> StageTransfer | None:
-        """Its way to another stage, while it serves the one that it holds."""
+        """The peer's transfer to another stage, while it serves the one that it holds."""
         return self.transfer if self.phase is PeerPhase.READY else None
 
     @property
     def goes_to(self) -> StageIndex | None:
-        """The stage that it holds, downloads, or moves to."""
+        """The stage to which the peer moves, or else the one that it holds or downloads."""
         return self.stage if self.transfer is None else self.transfer.stage
 
 

@@ -24,7 +24,8 @@ class RosterState:
     dirty: bool = False
     """Whether the peers that take part have changed since the last roster."""
     repeated: bool = False
-    """The same, by peers that change again and again what they do."""
+    """Whether peers that change again and again what they do have changed it since the last
+    roster."""
     calm_at: dict[PeerId, float] = field(default_factory=dict)
     """When the changes of a peer are forgotten."""
     due_at: float | None = None
@@ -32,7 +33,7 @@ class RosterState:
     published: Roster | None = None
     """The roster that was sent last."""
     stages: tuple[tuple[PeerRecord, ...], ...] = ()
-    """Its records by stage, for removals during an apply and for the next change."""
+    """The records of `published` by stage, for removals during an apply and for the next change."""
     published_at: float = -math.inf
 
     def publish_by(self, due: float) -> None:

@@ -65,13 +65,16 @@ class RunState:
     """Output of the event that is being handled."""
 
     def send(self, peer: PeerId, message: CoordinatorMessage) -> None:
+        """Queue a message to one peer."""
         self.commands.append(Send(peer, message))
 
     def broadcast(self, peers: Collection[PeerId], message: CoordinatorMessage) -> None:
+        """Queue one message to several peers; none is queued without peers."""
         if peers:
             self.commands.append(Broadcast(tuple(peers), message))
 
     def note(self, text: str, peer: PeerId | None = None) -> None:
+        """Queue a line for the run's event log."""
         self.commands.append(Note(text, peer))
 
     def flag(self, peer: PeerState, kind: Rejection, reason: str) -> None:
@@ -80,8 +83,8 @@ class RunState:
         self.note(f"{display(peer)} is flagged: {reason}", peer.peer)
 
     def hold(self, peer: PeerState, stage: StageIndex, version: Version) -> None:
-        """Let a peer hold a stage. Until it has measured there, its rate is what follows from the
-        stages where it has."""
+        """Let a peer hold a stage. Until the peer has measured its rate at that stage, the rate
+        follows from measurements at other stages."""
         expected = peer.rates.expected_at(self.rebalancing.stages[stage])
         if expected > 0:
             peer.rates.microbatches_per_second = expected
@@ -99,11 +102,12 @@ class RunState:
 
     @property
     def checks_sums(self) -> bool:
-        """Whether sums are checked: only whole counts have exact ones."""
+        """Whether the sums of a close are checked: only the exact codec has exact sums."""
         return self.audits.settings.check_sums and self.manifest.codecs.average == "exact"
 
     def tied_stages(self) -> frozenset[StageIndex]:
-        """Both ends of a model with tied embeddings, which average these together."""
+        """The first and the last stage of a model with tied embeddings, which average them
+        together; empty for any other model."""
         ends = frozenset((StageIndex(0), self.last_stage))
         tied = self.manifest.model.trains_tied_table and len(ends) > 1
         return ends if tied else frozenset()

@@ -45,6 +45,7 @@ class StepTable(dict[CellKey, Cell]):
         return self._filled_of_stage[stage]
 
     def held_by(self, peer: PeerId) -> tuple[CellKey, ...]:
+        """The keys of the cells that a peer has committed."""
         return tuple(self._held.get(peer, ()))
 
     def holds_any(self, peer: PeerId) -> bool:

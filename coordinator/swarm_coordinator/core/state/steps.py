@@ -23,7 +23,7 @@ there are, and the times become a row of the database."""
 
 @dataclass(frozen=True, slots=True)
 class RelayedFailure:
-    """A failed attempt that a member has heard of from another one."""
+    """A failed attempt that one member reported because another one had aborted it."""
 
     reporter: PeerId
     aborted_by: PeerId
@@ -33,12 +33,13 @@ class RelayedFailure:
 
 @dataclass(slots=True)
 class NotFiniteCell:
-    """What peers have reported of a cell whose result was not finite."""
+    """The reports of peers at which the result of a cell was not finite."""
 
     peers: set[PeerId] = field(default_factory=set)
     times: int = 0
+    """Number of reports."""
     confirmed: bool = False
-    """Whether the model is held responsible, and no longer a peer."""
+    """Whether the model is held responsible instead of a peer."""
 
 
 class FailedRound(NamedTuple):
@@ -78,7 +79,8 @@ class StepState:
     table: StepTable = field(default_factory=StepTable)
     leases: LeaseBook = field(default_factory=LeaseBook)
     tried: dict[MicrobatchIndex, set[PeerId]] = field(default_factory=dict)
-    """The trainers whose leases of a microbatch did not bring it, since the last of them all."""
+    """The trainers whose leases of a microbatch have failed; cleared once all trainers have tried
+    it."""
     owing: dict[MicrobatchIndex, set[PeerId]] = field(default_factory=dict)
     """The peers that have answered a delivered microbatch and have yet to count it."""
     speculative_leases: dict[MicrobatchIndex, LeaseState] = field(default_factory=dict)
@@ -110,7 +112,7 @@ class StepState:
     then on, because in a large run some peer is always downloading."""
 
     def finite_nowhere(self) -> tuple[CellKey, NotFiniteCell] | None:
-        """A cell that the model makes infinite, and not a peer, so that the step cannot end; None
+        """A cell whose result is not finite because of the model, so that the step cannot end; None
         if there is none."""
         return next(
             (
@@ -164,6 +166,7 @@ class StepsInProgress:
         return self.current.closing if self.current is not None else None
 
     def open(self) -> tuple[StepState, ...]:
+        """The steps in progress, the current one first."""
         return tuple(step for step in (self.current, self.ahead) if step is not None)
 
     def numbered(self, number: int) -> StepState | None:
@@ -174,7 +177,8 @@ class StepsInProgress:
         return None
 
     def round_of(self, stage: StageIndex | None) -> Round | None:
-        """The stage's round in this step; until it ends, its cells stay and no peer joins it."""
+        """The stage's round in the current step; until it ends, no cell of the stage is cleared and
+        no peer joins the stage."""
         if self.current is None or self.current.closing is None or stage is None:
             return None
         return self.current.closing.rounds.get(stage)

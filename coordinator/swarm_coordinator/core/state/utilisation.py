@@ -65,6 +65,7 @@ class StageUtilisation:
         return StageUtilisation(self.held_seconds, self.busy_seconds, list(self.buckets))
 
     def since(self, before: StageUtilisation) -> StageUtilisation:
+        """The sums since `before`, an earlier copy."""
         return StageUtilisation(
             self.held_seconds - before.held_seconds,
             self.busy_seconds - before.busy_seconds,
@@ -137,16 +138,17 @@ class UtilisationStats:
 
 
 def quantile(buckets: Sequence[int], share: float) -> float | None:
-    """The quantile in seconds, interpolated within its bucket; None without data."""
-    wanted = share * sum(buckets)
-    if wanted <= 0:
+    """The service time in seconds below which `share` of the microbatches are, interpolated within
+    its bucket; None without data."""
+    rank = share * sum(buckets)
+    if rank <= 0:
         return None
     below = 0
     for index, count in enumerate(buckets):
-        if count and below + count >= wanted:
+        if count and below + count >= rank:
             if index == len(BOUNDS):
                 return BOUNDS[-1]
             upper = BOUNDS[index]
-            return upper * 2 ** (((wanted - below) / count - 1) / _PER_OCTAVE)
+            return upper * 2 ** (((rank - below) / count - 1) / _PER_OCTAVE)
         below += count
     raise AssertionError("a share of at most one lies in one of the buckets")

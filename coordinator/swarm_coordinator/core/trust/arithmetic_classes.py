@@ -29,7 +29,7 @@ preferences change with the hours."""
 
 
 class Machine(NamedTuple):
-    """A device of a peer at one stage, whose kernels another stage may not use. A peer with another
+    """A device of a peer at one stage: another stage may use other kernels. A peer with another
     device is another machine."""
 
     stage: StageIndex
@@ -40,8 +40,9 @@ class Machine(NamedTuple):
 Pair = tuple[Machine, Machine]
 
 
-def pair_of(one: Machine, other: Machine) -> Pair:
-    return (one, other) if one <= other else (other, one)
+def pair_of(first: Machine, second: Machine) -> Pair:
+    """The pair of two machines, whose order does not matter."""
+    return (first, second) if first <= second else (second, first)
 
 
 @dataclass(slots=True)
@@ -52,29 +53,31 @@ class ArithmeticClasses:
     """Number of audited cells in which both computed the same bits, since the last one in which
     they did not."""
     changed: set[Pair] = field(default_factory=set)
+    """Pairs whose number of cells has changed since they were stored."""
     deviated_at: dict[PeerId, float] = field(default_factory=dict)
-    """When the machines of an owner last deviated from their class."""
+    """When a machine of each owner last deviated from its class."""
 
-    def agreed(self, one: Machine, other: Machine) -> None:
-        """Both have computed the same bits of a cell."""
-        pair = pair_of(one, other)
+    def note_agreement(self, first: Machine, second: Machine) -> None:
+        """Note that both machines have computed the same bits of a cell."""
+        pair = pair_of(first, second)
         if pair not in self.cells and len(self.cells) >= MAX_PAIRS:
-            for least in sorted(self.cells, key=self.cells.__getitem__)[: MAX_PAIRS // 8]:
-                self._forget(least)
+            for rarest in sorted(self.cells, key=self.cells.__getitem__)[: MAX_PAIRS // 8]:
+                self._forget(rarest)
         self.cells[pair] = self.cells.get(pair, 0) + 1
         self.changed.add(pair)
 
-    def differed(self, one: Machine, other: Machine) -> None:
-        """Both have computed different bits of a cell: forget in how many they agreed before."""
-        self._forget(pair_of(one, other))
+    def note_difference(self, first: Machine, second: Machine) -> None:
+        """Note that the machines have computed different bits of a cell: forget in how many cells
+        they agreed before."""
+        self._forget(pair_of(first, second))
 
-    def has_agreed(self, one: Machine, other: Machine) -> bool:
-        """Whether both have computed the same bits of a cell, since they last did not."""
-        return pair_of(one, other) in self.cells
+    def has_agreed(self, first: Machine, second: Machine) -> bool:
+        """Whether both have computed the same bits of a cell, since they last differed."""
+        return pair_of(first, second) in self.cells
 
-    def alike(self, one: Machine, other: Machine) -> bool:
-        """Whether both have agreed in AGREED_CELLS."""
-        return self.cells.get(pair_of(one, other), 0) >= AGREED_CELLS
+    def alike(self, first: Machine, second: Machine) -> bool:
+        """Whether both have agreed in at least AGREED_CELLS cells."""
+        return self.cells.get(pair_of(first, second), 0) >= AGREED_CELLS
 
     def forget(self, peer: PeerId) -> None:
         """Forget what is known of a peer's machines."""
@@ -86,20 +89,21 @@ class ArithmeticClasses:
             self.changed.add(pair)
 
     def deviates_again(self, owner: PeerId, now: float) -> bool:
-        """Record that a machine of the owner deviated; whether one has within DEVIATION_SECONDS."""
+        """Record that a machine of the owner deviated; return whether another deviation was within
+        DEVIATION_SECONDS before."""
         recent = {o: at for o, at in self.deviated_at.items() if now - at <= DEVIATION_SECONDS}
         self.deviated_at = {**recent, owner: now}
         return owner in recent
 
     def take_changed(self) -> tuple[AgreementRecord, ...]:
-        """The pairs to be stored, in their order; those without cells are forgotten."""
+        """The changed pairs in their order, to be stored; a pair with 0 cells is forgotten."""
         changed, self.changed = sorted(self.changed), set()
         return tuple(
             AgreementRecord(
-                one.stage, one.peer, one.device, other.peer, other.device,
-                self.cells.get((one, other), 0),
+                first.stage, first.peer, first.device, second.peer, second.device,
+                self.cells.get((first, second), 0),
             )
-            for one, other in changed
+            for first, second in changed
         )  # fmt: skip
 
 
@@ -116,12 +120,15 @@ def restored_classes(records: Iterable[AgreementRecord]) -> ArithmeticClasses:
 def groups(records: Iterable[AgreementRecord]) -> list[list[Machine]]:
     """The machines that are alike, each with one of its group at least, to be shown to people."""
     group_of: dict[Machine, list[Machine]] = {}
-    for (one, other), cells in restored_classes(records).cells.items():
+    for (machine, alike), cells in restored_classes(records).cells.items():
         if cells < AGREED_CELLS:
             continue
-        first, second = group_of.setdefault(one, [one]), group_of.setdefault(other, [other])
-        if first is not second:
-            first += second
-            group_of.update(dict.fromkeys(second, first))
+        group, other_group = (
+            group_of.setdefault(machine, [machine]),
+            group_of.setdefault(alike, [alike]),
+        )
+        if group is not other_group:
+            group += other_group
+            group_of.update(dict.fromkeys(other_group, group))
     distinct = {id(group): sorted(group) for group in group_of.values()}
     return sorted(distinct.values())

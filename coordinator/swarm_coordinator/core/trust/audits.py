@@ -43,8 +43,8 @@ MAX_IN_HAND = 4
 
 
 CountedCell = tuple[MicrobatchIndex, StageIndex, PeerId]
-"""A cell, and a peer that has counted it. That may be audited while another peer has counted the
-cell again."""
+"""A cell, and a peer that has counted it. One peer's result may be audited while another peer has
+counted the cell again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class OpenAudit:
     """The audit of one cell, from the draw to its outcome."""
 
     machine: Machine
-    """The audited peer's, at the audited stage."""
+    """The audited peer's machine at the audited stage."""
     microbatch: MicrobatchIndex
     owner: PeerId
     claim: Claim
@@ -107,17 +107,17 @@ class OpenAudit:
     """The devices that have been asked, whether they voted or not, and the owners that they had
     then. A device may show another owner with each hello."""
     secret: str = ""
-    """Of the digests that the auditor also states; empty outside of whole audits."""
+    """The secret of the digests that the auditor also states; empty outside of whole audits."""
     confirms: bool = False
-    """Whether it is repeated to confirm what another auditor has stated. It goes on when the cell
-    no longer counts."""
+    """Whether the audit repeats another one to confirm what its auditor has stated. Such an audit
+    goes on when the cell no longer counts."""
     hidden: bool = False
-    """Whether the audited peer is not to see it, so that auditors get the inputs from the peers
-    beside it in the pipeline."""
+    """Whether the audited peer is not to see the audit, so that auditors get the inputs from the
+    peers of the neighbouring stages."""
     entitled: int = 0
     """Number of owners that could vote at the last count, the audited one included."""
     exact_findings: dict[PeerId, ExactFinding] = field(default_factory=dict)
-    """By auditor that has voted."""
+    """The finding without a tolerance of each auditor that has voted."""
     within_class: bool = False
     """Whether a machine that was alike computed other bits, within the tolerance. Then only such
     machines vote, and without a tolerance. A majority is still one of all the stage's owners: any
@@ -125,7 +125,7 @@ class OpenAudit:
 
     @property
     def key(self) -> CountedCell:
-        """What is audited; one audit of it is open at a time."""
+        """The audited cell and peer, of which one audit is open at a time."""
         return self.microbatch, self.stage, self.peer
 
     @property
@@ -160,7 +160,7 @@ class OpenAudit:
         ]
 
     def evidence(self, settings: AuditSettings) -> Evidence:
-        """What the outcome follows from, without the receipt's signature."""
+        """The statements from which the outcome follows, without the receipt's signature."""
         return Evidence(
             receipt="",
             binding=self.binding,
@@ -180,27 +180,28 @@ class StepAudits:
 
     open: dict[CountedCell, OpenAudit] = field(default_factory=dict)
     broken: dict[MicrobatchIndex, tuple[StageIndex, StageIndex]] = field(default_factory=dict)
-    """Microbatches whose transcripts do not fit, and at which boundary; cleared when the audits of
-    both sides have ended."""
+    """Microbatches whose transcripts do not fit, each with the two stages at the boundary; an entry
+    ends with the audits of both sides."""
     dropping: set[CountedCell] = field(default_factory=set)
-    """Cells that were cleared while their peers live, until they have dropped them. Receipts of
-    these do not count meanwhile."""
+    """Cells that were cleared while their peers live, until the peers have dropped them. Receipts
+    of such cells do not count meanwhile."""
 
     drawn: set[tuple[PeerId, StageIndex]] = field(default_factory=set)
-    """Members of which it has been drawn whether they are audited whole."""
+    """Members for which the draw of a whole audit has been made, with either outcome."""
     whole: dict[tuple[PeerId, StageIndex], WholeAudit] = field(default_factory=dict)
+    """The whole audits, by member."""
 
     def include_owner(self, owner: PeerId) -> bool:
         """Whether a cell of this owner is being audited."""
         return any(audit.owner == owner for audit in self.open.values())
 
     def stages(self) -> set[StageIndex]:
-        """The stages of which something may still be taken out."""
+        """The stages in which a cell may still be cleared or dropped."""
         doubted = {stage for pair in self.broken.values() for stage in pair}
-        return doubted | {stage for of in (self.open, self.dropping) for _, stage, _ in of}
+        return doubted | {stage for cells in (self.open, self.dropping) for _, stage, _ in cells}
 
     def in_hand(self, peer: PeerId) -> int:
-        """Number of audits that a peer has been asked for."""
+        """Number of audits whose answer is awaited from a peer."""
         return sum(
             audit.order is not None and audit.order.auditor == peer for audit in self.open.values()
         )
@@ -228,7 +229,7 @@ class AuditBook:
     expelled: dict[PeerId, str] = field(default_factory=dict)
     """Attached peers to be removed, with the reason."""
     withholding: set[PeerId] = field(default_factory=set)
-    """Peers that are to sit the step out, as they gave their auditors nothing."""
+    """Peers that are to sit the step out, as they gave their auditors no inputs."""
     retracted: set[tuple[MicrobatchIndex, StageIndex]] = field(default_factory=set)
     """Cells of the current step that are to be cleared as soon as the rounds that average them are
     aborted."""
@@ -277,7 +278,7 @@ class AuditBook:
 
     def established(self, owner: PeerId) -> bool:
         """Whether enough audits of the owner have passed since its last lost one."""
-        return self.standings.of(owner).passed >= self.settings.probation_cells
+        return self.standings.get(owner).passed >= self.settings.probation_cells
 
     def entitled(self, owners: Collection[PeerId], audited: PeerId) -> frozenset[PeerId]:
         """The owners of a stage that may judge another one of it.
@@ -298,13 +299,15 @@ class AuditBook:
     def decide(self, statements: Iterable[Statement[ValueT]]) -> Decision[ValueT] | None:
         """Which of the values that devices of a stage state counts; None if there is none."""
         stated = list(statements)
-        return decide(stated, self.voters({one.owner for one in stated}))
+        return decide(stated, self.voters({statement.owner for statement in stated}))
 
     def _established_first(self, owners: frozenset[PeerId]) -> frozenset[PeerId]:
         trusted = owners & self.settings.trusted_owners
-        known, cells = self.standings.owners, self.settings.probation_cells
-        passed = (o for o in owners if (s := known.get(o)) is not None and s.passed >= cells)
-        established = owners if cells == 0 else trusted.union(passed)
+        standings, probation_cells = self.standings.owners, self.settings.probation_cells
+        passed = (
+            o for o in owners if (s := standings.get(o)) is not None and s.passed >= probation_cells
+        )
+        established = owners if probation_cells == 0 else trusted.union(passed)
         return established if len(established) >= 2 or trusted else owners
 
 

@@ -12,7 +12,7 @@ from swarm_shared.base.types import StageIndex
 
 
 def fits(earlier: Transcript, later: Transcript) -> bool:
-    """Whether the transcripts of two neighbouring stages tell the same of their boundary."""
+    """Whether the transcripts of two neighbouring stages agree on their boundary."""
     return earlier.output == later.input and earlier.output_gradient == later.input_gradient
 
 

@@ -25,7 +25,7 @@ class Statement(Generic[ValueT]):
     peer: PeerId
     owner: PeerId
     since: float
-    """Number of the session in which it is attached; infinite if it has left."""
+    """Number of the session in which the device is attached; infinite if it has left."""
     value: ValueT
 
 
@@ -35,7 +35,7 @@ class Decision(Generic[ValueT]):
 
     value: ValueT
     owners: frozenset[PeerId]
-    """The voters whose vote it is."""
+    """The voters that voted for the value."""
     voters: frozenset[PeerId]
     """The voters that have stated something."""
 
@@ -59,22 +59,25 @@ def decide(
     votes = {
         owner: vote[0]
         for owner, stated in of_owner.items()
-        if (vote := _of_most([one.value for one in stated])) is not None
+        if (vote := _value_of_most([statement.value for statement in stated])) is not None
     }
-    most = _of_most(list(votes.values()), of=len(voted))
-    if most is None:
+    majority = _value_of_most(list(votes.values()), voters=len(voted))
+    if majority is None:
         eldest = min(
-            (one for stated in of_owner.values() for one in stated),
-            key=lambda one: (one.since, one.peer),
+            (statement for stated in of_owner.values() for statement in stated),
+            key=lambda statement: (statement.since, statement.peer),
         )
-        most = (eldest.value,)
-    value = most[0]
+        majority = (eldest.value,)
+    value = majority[0]
     return Decision(value, frozenset(o for o, vote in votes.items() if vote == value), voted)
 
 
-def _of_most(values: list[ValueT], of: int | None = None) -> tuple[ValueT] | None:
-    """The value with more than half of `of` votes, by default of all; None without one."""
+def _value_of_most(values: list[ValueT], voters: int | None = None) -> tuple[ValueT] | None:
+    """The value, in a tuple, that more than half of the voters state; None without one.
+
+    `voters`: their number, by default that of the values.
+    """
     if not values:
         return None
     value, count = Counter(values).most_common(1)[0]
-    return (value,) if 2 * count > (len(values) if of is None else of) else None
+    return (value,) if 2 * count > (len(values) if voters is None else voters) else None

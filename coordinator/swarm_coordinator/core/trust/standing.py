@@ -31,17 +31,19 @@ class Standing:
     audited_work: int = 0
     """Cells of others that this owner has audited."""
     unvested_since: Step = NO_STEP
-    """First applied step with its work since the last passed audit; 0 without one."""
+    """First applied step since the last passed audit that has work of the owner; 0 without one."""
     withheld: int = 0
-    """Steps in which it gave no tensors that fit an audited receipt, since an audit passed."""
+    """Number of steps since the last passed audit in which the owner gave no tensors that fit an
+    audited receipt."""
     withheld_step: Step = NO_STEP
-    """The latest of these steps."""
+    """The latest step that `withheld` counts."""
     unaudited: int = 0
     """Cells counted since the last passed audit; not stored."""
     expelled: bool = False
-    """Whether it has lost an audit and not taken part since; not stored."""
+    """Whether the owner has lost an audit and not taken part since; not stored."""
 
     def record(self, owner: PeerId) -> StandingRecord:
+        """What is stored of the standing."""
         return StandingRecord(
             owner, self.passed, self.lost, self.vested_step, self.audited_work, self.unvested_since
         )
@@ -54,7 +56,7 @@ class Standings:
     owners: dict[PeerId, Standing] = field(default_factory=dict)
     changed: set[PeerId] = field(default_factory=set)
 
-    def of(self, owner: PeerId) -> Standing:
+    def get(self, owner: PeerId) -> Standing:
         """The owner's standing; an unknown owner's is new and not remembered."""
         return self.owners.get(owner) or Standing()
 
@@ -64,12 +66,12 @@ class Standings:
         return self._kept(owner)
 
     def takes_part(self, owner: PeerId) -> None:
-        """A device of the owner is attached: what is found from now on is another verdict."""
-        if (known := self.owners.get(owner)) is not None:
-            known.expelled = False
+        """Note that a device of the owner is attached: its next lost audit is another verdict."""
+        if (standing := self.owners.get(owner)) is not None:
+            standing.expelled = False
 
     def note_counted(self, owner: PeerId) -> Standing:
-        """One more cell of the owner has been counted."""
+        """Note that one more cell of the owner has been counted; return the owner's standing."""
         standing = self._kept(owner)
         standing.unaudited += 1
         return standing
@@ -89,20 +91,21 @@ class Standings:
             self.changed.discard(owner)
 
     def applied(self, owners: Iterable[PeerId], step: Step) -> None:
-        """The step has work of these owners: without a passed audit in it, it is unvested."""
+        """Note that the applied step has work of these owners; without a passed audit in that step
+        the work is unvested."""
         for owner in owners:
-            known = self.of(owner)
-            if not known.unvested_since and known.vested_step < step:
+            standing = self.get(owner)
+            if not standing.unvested_since and standing.vested_step < step:
                 self.change(owner).unvested_since = step
 
     def roll_back(self, version: Version) -> None:
-        """No step after the version has been computed."""
-        for owner, known in self.owners.items():
-            if max(known.vested_step, known.unvested_since) > version:
+        """Forget what was vested and unvested in steps after the version, which the run repeats."""
+        for owner, standing in self.owners.items():
+            if max(standing.vested_step, standing.unvested_since) > version:
                 self.changed.add(owner)
-                known.vested_step = min(known.vested_step, Step(version))
-                if known.unvested_since > version:
-                    known.unvested_since = NO_STEP
+                standing.vested_step = min(standing.vested_step, Step(version))
+                if standing.unvested_since > version:
+                    standing.unvested_since = NO_STEP
 
     def take_changed(self) -> tuple[StandingRecord, ...]:
         """The standings to be stored, in the order of owners."""

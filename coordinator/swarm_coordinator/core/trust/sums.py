@@ -31,14 +31,16 @@ class Share:
     group: int
     """Index of the group."""
     contributes: bool
-    """Whether anything that counts is in what it puts in; else that must be zero."""
+    """Whether the member puts in anything that counts; otherwise what it puts in must be zero."""
 
 
 @dataclass(frozen=True, slots=True)
 class SignedSums:
+    """A member's statement with its signature."""
+
     statement: SumStatement
     envelope: str
-    """As evidence, in base64."""
+    """The signed message in base64, as evidence."""
 
 
 @dataclass(slots=True)
@@ -49,18 +51,20 @@ class RoundSums:
     of_stage: Mapping[StageIndex, tuple[int, ...]]
     """Indices of a stage's groups, in the order of its Close."""
     shares: dict[PeerId, tuple[Share, ...]] = field(default_factory=dict)
-    """By member, in the order of its Close."""
+    """Each member's shares, in the order of its Close."""
     seeds: tuple[str, ...] = ()
-    """Of the checks to make one after another, chosen once all members have averaged."""
-    place: int = 0
-    """Of the present check's seed."""
+    """The seeds of the checks, which are made one after another; chosen once all members have
+    averaged."""
+    seed_index: int = 0
+    """Index in `seeds` of the present check's seed."""
     details: bool = False
-    """Whether every slice is asked for."""
+    """Whether the members are asked for digests of every slice."""
     agreed: bool = False
-    """Under all seeds."""
+    """Whether the sums agreed under all seeds."""
     totals: dict[PeerId, SignedSums] = field(default_factory=dict)
-    """Under the present seed."""
+    """The members' statements of whole vectors under the present seed."""
     slices: dict[PeerId, SignedSums] = field(default_factory=dict)
+    """The members' statements of every slice under the present seed."""
 
     def add_member(
         self, peer: PeerId, stage: StageIndex, goes_to: StageIndex | None, *, contributes: bool
@@ -73,36 +77,40 @@ class RoundSums:
 
     @property
     def seed(self) -> str:
-        """Of the present check; empty before the first one."""
-        return self.seeds[self.place] if self.seeds else ""
+        """The seed of the present check; empty before the first check."""
+        return self.seeds[self.seed_index] if self.seeds else ""
 
     def begin_next(self) -> bool:
         """Go on to the next seed; False if there is none."""
-        if self.place + 1 == len(self.seeds):
+        if self.seed_index + 1 == len(self.seeds):
             return False
-        self.place += 1
+        self.seed_index += 1
         self.totals.clear()
         return True
 
     def record(self, peer: PeerId, stated: SignedSums) -> None:
+        """Enter a member's answer to the present question, for whole vectors or for slices."""
         (self.slices if self.details else self.totals)[peer] = stated
 
     def evidence(self, peer: PeerId) -> tuple[str, ...]:
-        """What a member has signed."""
+        """The signed statements of a member under the present seed."""
         signed = (self.totals.get(peer), self.slices.get(peer))
-        return tuple(one.envelope for one in signed if one is not None)
+        return tuple(signed_sums.envelope for signed_sums in signed if signed_sums is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class Findings:
+    """What the members' digests of every slice show."""
+
     lied: Mapping[PeerId, str]
-    """Members that are shown to have lied, and by what."""
+    """Members that are shown to have lied, each with what shows it, as part of a sentence."""
     contradictions: frozenset[tuple[PeerId, PeerId]]
     """Pairs of a reducer and a member of which one has lied, with neither in `lied`."""
 
 
 def lie_in(check: RoundSums, peer: PeerId, statement: SumStatement) -> str | None:
-    """Return what is wrong with a member's statement by itself."""
+    """Return what is wrong with a member's statement, whatever the others state; None if nothing
+    is."""
     for share, stated in zip(check.shares[peer], statement.checks, strict=True):
         name = check.groups[share.group].name
         if not share.contributes and from_text(stated.part):
@@ -110,8 +118,8 @@ def lie_in(check: RoundSums, peer: PeerId, statement: SumStatement) -> str | Non
         if check.details and (wrong := _wrong_slices(check.groups[share.group], stated)):
             return f"its digests of the slices of {name} {wrong}"
     if check.details:
-        before = [(one.part, one.result) for one in check.totals[peer].statement.checks]
-        if before != [(one.part, one.result) for one in statement.checks]:
+        before = [(digests.part, digests.result) for digests in check.totals[peer].statement.checks]
+        if before != [(digests.part, digests.result) for digests in statement.checks]:
             return "it signed different digests of the same sums"
     return None
 
@@ -164,11 +172,11 @@ def findings(check: RoundSums, owners: Mapping[PeerId, PeerId], entitled: Entitl
             )
             if share.group == index
         }
-        found = _findings_of(group, stated, owners, entitled)
-        lied |= found.lied
-        contradictions |= found.contradictions
-    left = {pair for pair in contradictions if not lied.keys() & set(pair)}
-    return Findings(lied, frozenset(left))
+        group_findings = _findings_of(group, stated, owners, entitled)
+        lied |= group_findings.lied
+        contradictions |= group_findings.contradictions
+    unresolved = {pair for pair in contradictions if not lied.keys() & set(pair)}
+    return Findings(lied, frozenset(unresolved))
 
 
 def _findings_of(

@@ -32,7 +32,8 @@ Sums = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class CellSums:
-    """What one auditor states of one cell, whose receipt its computation agrees with to the bit."""
+    """The digests that one auditor states of one cell; its own result is equal to the receipt's to
+    the bit."""
 
     sums: Sums
     auditor: PeerId
@@ -42,7 +43,7 @@ class CellSums:
 
 @dataclass(frozen=True, slots=True)
 class Contest:
-    """What a member has stated, where the auditors' digests add up to something else."""
+    """A member's statement that differs from the sum of its auditors' digests."""
 
     stated: SignedSums
     machine: Machine
@@ -50,8 +51,10 @@ class Contest:
     binding: str
     """The signed binding of the peer to its owner, in base64; empty if it is its own owner."""
     claims: Mapping[MicrobatchIndex, Claim]
-    """What it had counted. It is decided even if the member leaves or reports cells as lost."""
+    """The claims of the cells that the member had counted. They are decided even if the member
+    leaves or reports cells as lost."""
     since: float
+    """When the contest began."""
 
 
 @dataclass(slots=True)
@@ -59,24 +62,26 @@ class WholeAudit:
     """The whole audit of one member in one stage of a step."""
 
     secret: str
-    """From which the seeds follow; auditors know it."""
+    """The secret from which the seeds of all checks follow; auditors know it."""
     cells: dict[tuple[MicrobatchIndex, Transcript], dict[PeerId, tuple[CellSums, ...]]] = field(
         default_factory=dict
     )
-    """What auditors have stated for each check, by receipt and by owner. What is stated of another
-    receipt of the same microbatch takes the place of nothing: a member could have its contest
-    forgotten by counting a contested cell again."""
+    """The digests that auditors have stated for each check, by receipt and by the auditor's owner.
+    Digests of another receipt of the same microbatch replace none: a member could otherwise have
+    its contest forgotten by counting a contested cell again."""
     asked: dict[MicrobatchIndex, dict[PeerId, PeerId]] = field(default_factory=dict)
     """The devices that have been asked for a contested cell, and their owners."""
     check: int = 0
     """Number of the check under whose seed digests are compared."""
     attempt: int | None = None
-    """The attempt to close in which that seed was revealed; it proves nothing in later ones."""
+    """The attempt to close in which the seed of `check` was revealed; the seed proves nothing in
+    later attempts. None before."""
     contest: Contest | None = None
+    """The contest in progress."""
 
     @property
     def seed(self) -> str:
-        """Under which digests are compared in the next attempt to close, or in the present one."""
+        """The seed under which digests are compared in the present or next attempt to close."""
         return check_seed(self.secret, self.check)
 
     @property
@@ -85,17 +90,19 @@ class WholeAudit:
         return self.attempt is None or self.check + 1 < CHECKS_PER_SECRET
 
     def begin_another_check(self) -> None:
+        """Go on to the next seed of the secret, which has not been revealed."""
         self.attempt, self.check = None, self.check + 1
 
     def add(
         self, microbatch: MicrobatchIndex, transcript: Transcript, owner: PeerId,
         stated: tuple[CellSums, ...],
     ) -> None:  # fmt: skip
-        known = self.cells.get((microbatch, transcript), {})
+        """Enter the digests of one auditor for each check, in place of its earlier ones."""
+        by_owner = self.cells.get((microbatch, transcript), {})
         auditor = stated[0].auditor
-        # A device that has shown another owner since states nothing for both.
-        others = {one: of for one, of in known.items() if of[0].auditor != auditor}
-        self.cells[microbatch, transcript] = {**others, owner: stated}
+        # A device that has shown another owner since does not state digests for both owners.
+        kept = {other: sums for other, sums in by_owner.items() if sums[0].auditor != auditor}
+        self.cells[microbatch, transcript] = {**kept, owner: stated}
 
     def remove(self, microbatch: MicrobatchIndex, transcript: Transcript, owner: PeerId) -> None:
         """Remove what an owner has stated falsely."""
@@ -104,9 +111,9 @@ class WholeAudit:
     def of_receipt(
         self, microbatch: MicrobatchIndex, transcript: Transcript
     ) -> dict[PeerId, CellSums]:
-        """What is stated for the check of a cell whose receipt says this."""
-        found = self.cells.get((microbatch, transcript), {})
-        return {owner: stated[self.check] for owner, stated in found.items()}
+        """The digests for the present check of a cell with this receipt, by the auditor's owner."""
+        by_owner = self.cells.get((microbatch, transcript), {})
+        return {owner: stated[self.check] for owner, stated in by_owner.items()}
 
 
 def sums_of(digests: Sequence[LinearDigests], parts: int) -> tuple[Sums, ...]:
@@ -117,11 +124,12 @@ def sums_of(digests: Sequence[LinearDigests], parts: int) -> tuple[Sums, ...]:
 
 
 def total(cells: Iterable[Sums]) -> Sums:
+    """The digests of the sum of several cells."""
     return tuple(map(digest_sum, zip(*cells, strict=True)))
 
 
 Stated = Mapping[MicrobatchIndex, Mapping[PeerId, CellSums]]
-"""What owners state of each contested cell."""
+"""The digests that owners state of each contested cell."""
 
 
 def decided(
@@ -133,8 +141,8 @@ def decided(
     to it; `needed` owners are a majority. So the digests of each cell have an honest owner behind
     them as long as most are.
     """
-    supported = {m: _support(of_cell, needed, trusted) for m, of_cell in stated.items()}
-    owners = sorted({owner for of_cell in stated.values() for owner in of_cell})
+    supported = {m: _support(by_owner, needed, trusted) for m, by_owner in stated.items()}
+    owners = sorted({owner for by_owner in stated.values() for owner in by_owner})
     for owner in owners:
         # Of digests with the same support those of one owner: a liar gives false ones, the others
         # of the cell are true.
@@ -145,26 +153,31 @@ def decided(
 
 
 def _support(
-    of_cell: Mapping[PeerId, CellSums], needed: int, trusted: Collection[PeerId]
+    by_owner: Mapping[PeerId, CellSums], needed: int, trusted: Collection[PeerId]
 ) -> dict[Sums, int]:
     """How many owners state each of a cell's digests; a trusted one is enough."""
-    for owner, one in of_cell.items():
+    for owner, cell_sums in by_owner.items():
         if owner in trusted:
-            return {one.sums: needed}
-    return Counter(one.sums for one in of_cell.values())
+            return {cell_sums.sums: needed}
+    return Counter(cell_sums.sums for cell_sums in by_owner.values())
 
 
 def _chosen(
     stated: Stated, supported: Mapping[MicrobatchIndex, Mapping[Sums, int]],
-    preferred: PeerId | None, least: int,
+    preferred: PeerId | None, minimum: int,
 ) -> dict[MicrobatchIndex, Sums] | None:  # fmt: skip
-    """Digests of every cell that at least so many owners state; None if a cell has none."""
+    """For every cell, digests that at least `minimum` owners state; None if a cell has none.
+
+    Where `preferred` states such digests of a cell, these are taken.
+    """
     chosen: dict[MicrobatchIndex, Sums] = {}
     for microbatch, support in supported.items():
         own = stated[microbatch].get(preferred) if preferred is not None else None
-        most = max(support, key=support.__getitem__, default=None)
-        best = own.sums if own is not None and support.get(own.sums, 0) >= least else most
-        if best is None or support[best] < max(least, 1):
+        most_supported = max(support, key=support.__getitem__, default=None)
+        best = (
+            own.sums if own is not None and support.get(own.sums, 0) >= minimum else most_supported
+        )
+        if best is None or support[best] < max(minimum, 1):
             return None
         chosen[microbatch] = best
     return chosen

@@ -26,6 +26,8 @@ RETRY_SECONDS = 10.0
 
 
 class DashboardProcess:
+    """The process that serves the dashboard, and the address that it got."""
+
     def __init__(self, folder: RunFolder, wanted: HttpAddress, report: Report) -> None:
         self.folder = folder
         self.wanted = wanted

@@ -23,6 +23,8 @@ LONGEST_LINE_BYTES = 1000 + 6 * MAX_SAMPLE_CHARACTERS
 
 
 class EvaluatorProcess:
+    """The process that evaluates checkpoints, and its newest result."""
+
     def __init__(self, folder: RunFolder, report: Report) -> None:
         self.folder = folder
         self.newest: Evaluation | None = None
@@ -51,9 +53,13 @@ class EvaluatorProcess:
 
     def _take(self, store: Store, line: bytes) -> None:
         try:
-            found = Evaluation.model_validate_json(line)
+            evaluation = Evaluation.model_validate_json(line)
         except ValidationError as error:
             raise ProtocolError(f"a line that is no evaluation was printed: {error}") from error
-        self.newest = found
-        loss = float("nan") if found.heldout_loss is None else found.heldout_loss
-        store.post(EvaluationRecord(Version(found.version), loss, found.tokens, found.sample))
+        self.newest = evaluation
+        loss = float("nan") if evaluation.heldout_loss is None else evaluation.heldout_loss
+        store.post(
+            EvaluationRecord(
+                Version(evaluation.version), loss, evaluation.tokens, evaluation.sample
+            )
+        )

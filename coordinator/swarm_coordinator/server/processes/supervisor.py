@@ -36,8 +36,10 @@ TakeLine = Callable[[bytes], None]
 
 @dataclass(slots=True)
 class Supervisor:
+    """Keeps one process running, and reports once that it keeps failing."""
+
     name: str
-    """With its article, as in a sentence."""
+    """The name of the process with its article, as in a sentence."""
     log_folder: Path
     """Where the organiser finds details."""
     report: Report

@@ -38,14 +38,15 @@ class DirectionLimiter:
 
     @property
     def bytes_per_second(self) -> int | None:
+        """The limit; None without one."""
         return self._limit
 
     @property
     def max_bytes_per_second(self) -> float:
         """The estimated rate of the uplink or the limit, whichever is lower; 0 while neither has
         limited sending. Only sending is measured."""
-        known = self.line.bytes_per_second
-        return known if self._limit is None else min(known, self._limit)
+        line_rate = self.line.bytes_per_second
+        return line_rate if self._limit is None else min(line_rate, self._limit)
 
     def limit(self, bytes_per_second: int | None) -> None:
         """Set the limit, also for waiting callers; None removes it."""

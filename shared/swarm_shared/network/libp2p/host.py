@@ -177,10 +177,10 @@ class NodeSwarm(Swarm):  # type: ignore[misc]
     async def add_conn(self, muxed_conn: IMuxedConn, direction: str = "unknown") -> SwarmConn:
         """Refuse the newest connection beyond the limit; the original closes one that may be in
         use."""
-        known = self.connections.get(muxed_conn.peer_id, ())
-        if len(known) >= MAX_CONNECTIONS_PER_PEER:
+        existing = self.connections.get(muxed_conn.peer_id, ())
+        if len(existing) >= MAX_CONNECTIONS_PER_PEER:
             await muxed_conn.close()
-            raise SwarmException(f"{muxed_conn.peer_id} has {len(known)} connections already")
+            raise SwarmException(f"{muxed_conn.peer_id} has {len(existing)} connections already")
         connection = await super().add_conn(muxed_conn, direction)
         if self.on_connected is not None and not connection.is_closed:
             self.on_connected(connection)
@@ -188,9 +188,9 @@ class NodeSwarm(Swarm):  # type: ignore[misc]
 
     def remove_conn(self, swarm_conn: SwarmConn) -> None:
         """Remove a connection that has ended, before its streams' handlers are informed."""
-        known = swarm_conn in self.connections.get(swarm_conn.muxed_conn.peer_id, ())
+        was_listed = swarm_conn in self.connections.get(swarm_conn.muxed_conn.peer_id, ())
         super().remove_conn(swarm_conn)
-        if known and self.on_lost is not None:
+        if was_listed and self.on_lost is not None:
             self.on_lost(swarm_conn)
 
     async def _handle_inbound_connection(
@@ -227,7 +227,7 @@ class NodeSwarm(Swarm):  # type: ignore[misc]
             return True
         strangers = self._strangers.setdefault(address, set())
         if len(strangers) >= MAX_UNKNOWN_PER_ADDRESS:
-            strangers -= {one for one in strangers if self._is_known(one)}
+            strangers -= {stranger for stranger in strangers if self._is_known(stranger)}
         if len(strangers) >= MAX_UNKNOWN_PER_ADDRESS:
             return False
         strangers.add(muxer)

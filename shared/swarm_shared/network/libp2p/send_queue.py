@@ -83,6 +83,7 @@ class SendQueue:
             self._waiting.unpark(count=turns)
 
     def release_writers(self) -> None:
+        """Wake all waiting writers, at the end of the connection."""
         self._turns_given += len(self._waiting)
         self._waiting.unpark_all()
 

@@ -110,15 +110,15 @@ class BufferedTcpStream(TrioTCPStream):  # type: ignore[misc]
         if len(pieces) == 1 or not _CAN_GATHER:
             await super().write(b"".join(pieces))
             return
-        left = [memoryview(piece) for piece in pieces]
+        unsent = [memoryview(piece) for piece in pieces]
         async with self.write_lock:
             try:
-                while left:
-                    sent = await self.stream.socket.sendmsg(left)
-                    while left and sent >= len(left[0]):
-                        sent -= len(left.pop(0))
+                while unsent:
+                    sent = await self.stream.socket.sendmsg(unsent)
+                    while unsent and sent >= len(unsent[0]):
+                        sent -= len(unsent.pop(0))
                     if sent:
-                        left[0] = left[0][sent:]
+                        unsent[0] = unsent[0][sent:]
             except trio.ClosedResourceError:
                 return  # closed on this side, as with `write`
             except OSError as error:
@@ -163,9 +163,9 @@ class BufferedTcpStream(TrioTCPStream):  # type: ignore[misc]
         return received
 
     def _move_to_front(self, target: memoryview) -> None:
-        left = self._view[self._start : self._end]
-        target[: len(left)] = left  # in the same buffer, too: memory is moved, not only copied
-        self._view, self._start, self._end = target, 0, len(left)
+        unread = self._view[self._start : self._end]
+        target[: len(unread)] = unread  # in the same buffer, too: memory is moved, not only copied
+        self._view, self._start, self._end = target, 0, len(unread)
 
 
 class BufferedTcp(TCP):  # type: ignore[misc]

@@ -109,7 +109,7 @@ class YamuxStream(IMuxedStream):  # type: ignore[misc]
         self.connection = connection
         self.stream_id = stream_id
         self._chunks: deque[memoryview | bytearray] = deque()
-        """What has arrived and not been read: views of messages, and buffers of joined pieces."""
+        """Data that has not been read: views of messages, and buffers of joined pieces."""
         self._readable = trio.Event()
         self._writable = trio.Event()
         self._send_window = INITIAL_WINDOW_BYTES
@@ -250,12 +250,14 @@ class YamuxStream(IMuxedStream):  # type: ignore[misc]
             self._chunks.append(bytearray(data))
 
     def receive_end(self) -> None:
+        """Handle the remote's end of the stream; its data may still be read."""
         self._fin_received = True
         self._wake_reader()
         if self._fin_sent:
             self.connection.forget(self)
 
     def receive_credit(self, size: int) -> None:
+        """Add bytes to what may be sent to the remote."""
         # The largest window is 16 MiB here and 2^32 in the protocol; more is nonsense, and
         # keeping the sum small keeps it an ordinary integer.
         self._send_window = min(self._send_window + size, 2**32)
@@ -263,6 +265,7 @@ class YamuxStream(IMuxedStream):  # type: ignore[misc]
 
     @property
     def extra_window_bytes(self) -> int:
+        """Bytes that the receive window takes of the connection's budget."""
         return self._window_size - INITIAL_WINDOW_BYTES
 
     def set_deadline(self, ttl: int) -> None:
@@ -367,7 +370,7 @@ class YamuxConnection(IMuxedConn):  # type: ignore[misc]
         end = local_end_of(self._channel)
         self.local_host = None if end is None else end[0]
         self.local_port = None if end is None else end[1]
-        """With `local_host`, this machine's address and port at this end; None behind a relay."""
+        """This end's port at the address `local_host`; both are None behind a relay."""
         self.punched = False
         """Whether the connection came through a punched hole."""
         self.throttle: Callable[[int], float] | None = None
@@ -450,6 +453,7 @@ class YamuxConnection(IMuxedConn):  # type: ignore[misc]
     # The interface for streams of the connection. None of these waits for the network.
 
     def queue_control(self, kind: FrameType, flags: Flag, stream_id: int, value: int) -> None:
+        """Queue a control frame; a remote that has too many unread ones is disconnected."""
         if not self._closing and not self.queue.put_control(kind, flags, stream_id, value):
             logger.debug("%s asks for answers that it does not read", self.peer_id)
             self._scope.cancel()
@@ -463,6 +467,7 @@ class YamuxConnection(IMuxedConn):  # type: ignore[misc]
             self._remote_streams -= 1
 
     def take_window_budget(self, size: int) -> int:
+        """Take up to `size` bytes of the budget for larger windows; return how many."""
         granted = min(size, self._window_budget)
         self._window_budget -= granted
         return granted

@@ -22,6 +22,8 @@ MAX_FRAME_PAYLOAD_BYTES = MAX_PLAINTEXT_BYTES - HEADER_BYTES
 
 
 class FrameType(IntEnum):
+    """The types of frames, with the numbers of the yamux specification."""
+
     DATA = 0
     WINDOW_UPDATE = 1
     PING = 2
@@ -29,6 +31,8 @@ class FrameType(IntEnum):
 
 
 class Flag(IntFlag):
+    """The flags of frames, with the bits of the yamux specification."""
+
     NONE = 0
     SYN = 1
     ACK = 2
@@ -45,8 +49,10 @@ class YamuxViolation(MuxedStreamError):  # type: ignore[misc]
 
 
 def control_frame(kind: FrameType, flags: Flag, stream_id: int, value: int) -> bytes:
+    """A frame without payload; the meaning of `value` depends on `kind`."""
     return HEADER.pack(0, kind, flags, stream_id, value)
 
 
 def data_header(stream_id: int, size: int) -> bytes:
+    """The header of a data frame without flags, with `size` bytes of payload."""
     return HEADER.pack(0, 0, 0, stream_id, size)

@@ -69,8 +69,8 @@ async def write_message(stream: YamuxStream, message: Message) -> None:
 
 def status_name(status: int) -> str:
     """Return a relay's status as text; an unknown number stays a number."""
-    known: dict[int, str] = {number: name for name, number in Status.items()}
-    return known.get(status, str(status)).lower().replace("_", " ")
+    names: dict[int, str] = {number: name for name, number in Status.items()}
+    return names.get(status, str(status)).lower().replace("_", " ")
 
 
 class CircuitTransport(ReadWriteCloser):  # type: ignore[misc]
@@ -94,9 +94,9 @@ class CircuitTransport(ReadWriteCloser):  # type: ignore[misc]
             collected += data
         return bytes(collected)
 
-    async def _some(self, most: int) -> bytes:
+    async def _some(self, max_bytes: int) -> bytes:
         try:
-            return await self._stream.read(most)
+            return await self._stream.read(max_bytes)
         except MuxedStreamEOF:
             return b""
         except MuxedStreamError as error:

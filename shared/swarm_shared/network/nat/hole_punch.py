@@ -112,6 +112,7 @@ class HolePuncher:
             self._attempts[peer].done.set()
 
     def worth_trying(self, peer: PeerId) -> bool:
+        """Whether the pause after the last failure with this peer has ended."""
         return self._failed_until.get(peer, 0.0) <= trio.current_time()
 
     async def wait(self, peer: PeerId) -> None:
@@ -153,7 +154,7 @@ class HolePuncher:
             with trio.fail_after(MESSAGE_SECONDS):
                 began = trio.current_time()
                 await write_message(stream, self._own_message())
-                theirs = await read_message(stream, HolePunch)
+                answer = await read_message(stream, HolePunch)
                 round_trip_seconds = trio.current_time() - began
                 await write_message(stream, HolePunch(type=HolePunch.SYNC))
                 await stream.close()
@@ -162,7 +163,7 @@ class HolePuncher:
         except BaseException:
             await stream.reset()
             raise
-        return self._candidates(theirs)
+        return self._candidates(answer)
 
     async def handle(self, stream: YamuxStream) -> None:
         """Handle an attempt that the remote has begun."""
@@ -197,7 +198,7 @@ class HolePuncher:
         with self._attempt(peer):
             try:
                 with trio.fail_after(MESSAGE_SECONDS):
-                    theirs = await read_message(stream, HolePunch)
+                    invitation = await read_message(stream, HolePunch)
                     await write_message(stream, self._own_message())
                     await read_message(stream, HolePunch)
             except (FrameError, MuxedStreamError, trio.TooSlowError) as error:
@@ -205,7 +206,7 @@ class HolePuncher:
                 return
             finally:
                 await stream.close()
-            await self._dial(peer, self._candidates(theirs), as_initiator=True)
+            await self._dial(peer, self._candidates(invitation), as_initiator=True)
 
     @contextmanager
     def _attempt(self, peer: PeerId) -> Iterator[_Attempt]:

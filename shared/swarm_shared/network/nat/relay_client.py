@@ -108,19 +108,19 @@ class RelayClient:
     def offer(self, relays: Mapping[PeerId, Sequence[str]], last: PeerId | None = None) -> None:
         """Set the available relays, each with addresses. `last` is used only when the others do not
         serve."""
-        known = self._candidates
+        previous = self._candidates
         self._candidates = {}
         for relay, addresses in relays.items():
             if relay == self._links.own or not addresses:
                 continue
-            candidate = known.get(relay)
+            candidate = previous.get(relay)
             if candidate is None or candidate.addresses != tuple(addresses):
                 candidate = _RelayCandidate(tuple(addresses), relay != last)
             self._candidates[relay] = candidate
-        gone = [relay for relay in self._slots if relay not in self._candidates]
-        for relay in gone:
+        withdrawn = [relay for relay in self._slots if relay not in self._candidates]
+        for relay in withdrawn:
             del self._slots[relay]
-        if gone:
+        if withdrawn:
             self.on_change()
         self._wake.set()
 
@@ -204,10 +204,10 @@ class RelayClient:
             return
         candidate.failures = 0
         if self._candidates.get(relay) is candidate and self._wanted:
-            before = self.addresses
+            previous = self.addresses
             self._slots[relay] = slot
             self._give_up_surplus()
-            if self.addresses != before:
+            if self.addresses != previous:
                 self.on_change()
 
     async def _reserve(self, relay: PeerId, addresses: Sequence[str]) -> Slot:
@@ -218,7 +218,9 @@ class RelayClient:
             await stream.hang_up()
         # The addresses already known come first: a relay may announce different ones.
         announced = map(unpack_address, answer.reservation.addrs[:ADDRESSES_PER_RELAY])
-        ways = dict.fromkeys((*addresses, *(one for one in announced if one is not None)))
+        ways = dict.fromkeys(
+            (*addresses, *(address for address in announced if address is not None))
+        )
         seconds = max(SHORTEST_RENEWAL_SECONDS, 0.75 * (answer.reservation.expire - time.time()))
         return Slot(
             relay,

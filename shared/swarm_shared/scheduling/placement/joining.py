@@ -43,7 +43,7 @@ def most_underserved_stage(
         raise CapacityError("the run names no stage to take; ask the organiser to look at it")
     fitting = [row for row in possible if memory.holds(row.memory)]
     if not fitting:
-        smallest = min((row.memory for row in possible), key=lambda one: one.device_bytes)
+        smallest = min((row.memory for row in possible), key=lambda need: need.device_bytes)
         raise CapacityError(
             f"this machine offers {memory} and the smallest stage that it may take needs "
             f"{smallest}; free memory, choose another device, or ask the organiser for more and "
@@ -69,6 +69,6 @@ def most_underserved_stage(
         sent = up / row.sent_bytes if row.sent_bytes else math.inf
         return min(computed * memory.speed(row.memory, work), sent * (row.work_flops or mean_work))
 
-    most = NEARLY_EQUAL * service(slowest)[0]
-    near = [row for row in fitting if service(row)[0] <= most]
+    threshold = NEARLY_EQUAL * service(slowest)[0]
+    near = [row for row in fitting if service(row)[0] <= threshold]
     return min(near, key=lambda row: (-flops_per_second(row), service(row))).stage

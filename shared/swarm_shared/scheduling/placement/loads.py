@@ -23,7 +23,7 @@ class StageLoad:
     sent_bytes: int = 0
     """Bytes a peer of the stage sends for one microbatch: activation and gradient."""
     frozen_bytes: int = 0
-    """Of `state_bytes`, those of frozen parameters, which are in no snapshot."""
+    """The part of `state_bytes` that frozen parameters take, which are in no snapshot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,7 @@ class PeerLoad:
         return self.rate_at(stage) * stage.work_flops
 
     def download_seconds(self, stage: StageLoad) -> float:
+        """Return the expected seconds in which the peer downloads a stage's state."""
         return stage.state_bytes / self.download_bytes_per_second
 
 

@@ -30,19 +30,19 @@ def least_stage_memory(manifest: Manifest) -> tuple[StageMemory, ...]:
     head = FLOAT_BYTES * tokens * manifest.model.vocabulary_size
     matrices = LayerMatrices.of(manifest.model)
     last = manifest.stage_count - 1
-    found: list[StageMemory] = []
+    bounds: list[StageMemory] = []
     for index, (cut, sizes) in enumerate(zip(manifest.stages, stage_sizes(manifest), strict=True)):
         layers = cut.end_layer - cut.first_layer
         end = head if index == last else 0
-        of_activations = StageMemory.bounded(
+        activations = StageMemory.bounded(
             device_bytes=min(layers, 1) * layer + end,
             comfortable_bytes=GRAPHS * (layers * layer + end),
             streamable_bytes=matrices.streamable_bytes(layers, staleness),
             stream_buffer_bytes=matrices.buffer_bytes,
         )
         held = parameter_memory(sizes.parameters, staleness, exact, sizes.frozen_parameters)
-        found.append(held + of_activations)
-    return tuple(found)
+        bounds.append(held + activations)
+    return tuple(bounds)
 
 
 def check_stage_memory(manifest: Manifest) -> None:

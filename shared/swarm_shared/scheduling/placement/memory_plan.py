@@ -41,9 +41,10 @@ class MemoryPlan:
     """What is done for lack of memory, and the speed that it leaves."""
 
     recomputed_layers: float
-    """Of a microbatch, in its backward pass; an average over those in flight."""
+    """Number of layers that a microbatch's backward pass computes again; an average over the
+    microbatches in flight."""
     streamed_bytes: int
-    """Of weights in host memory, which are copied to the device for each pass."""
+    """Bytes of weights that stay in host memory and are copied to the device for each pass."""
     speed: float
     """Share of full speed."""
 

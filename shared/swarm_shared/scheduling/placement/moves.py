@@ -33,13 +33,14 @@ PLANNED_MOVES_PER_STAGE = 4
 by then; fewer than one would miss what only helps when all tied stages are helped."""
 
 MAX_PLANNED_MOVES = 256
-"""Moves planned at most, however many stages there are."""
+"""Most moves of a plan, however many stages there are."""
 
 MAX_TIES_COMPARED = 16
 """Equally fast peers that are compared by memory, bandwidth and download time."""
 
 RATE_TOLERANCE = 1e-9
-"""Relative; sums of the same rates in another order differ by less."""
+"""Relative difference of two rates up to which they count as equal; sums of the same rates in
+another order differ by less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ class Move:
     payback_seconds: float
     """Time after its downloads in which the plan has gained what they cost."""
     release_first: bool
-    """The peer cannot hold both stages, and serves none while it downloads."""
+    """Whether the peer cannot hold both stages, so that it serves none while it downloads."""
     partner: PeerId | None = None
     """The peer that moves the opposite way in an exchange; both move or neither."""
 
@@ -183,21 +184,21 @@ def _moves_of(
     """Return one step of a plan as moves, two for an exchange."""
 
     def move(peer: PeerLoad, source: int, destination: int, partner: PeerLoad | None) -> Move:
-        here, there = stages[source], stages[destination]
+        origin, target = stages[source], stages[destination]
         return Move(
             peer=peer.peer,
-            source=here.stage,
-            destination=there.stage,
-            rate=peer.rate_at(there),
-            source_rate=rates[source] - peer.rate_at(here),
+            source=origin.stage,
+            destination=target.stage,
+            rate=peer.rate_at(target),
+            source_rate=rates[source] - peer.rate_at(origin),
             destination_rate=rates[destination],
             pipeline_rate=min(rates),
             planned_rate=planned_rate,
             planned_moves=planned_moves,
-            state_bytes=there.state_bytes,
-            download_seconds=peer.download_seconds(there),
+            state_bytes=target.state_bytes,
+            download_seconds=peer.download_seconds(target),
             payback_seconds=payback_seconds,
-            release_first=_must_release_first(peer, here, there),
+            release_first=_must_release_first(peer, origin, target),
             partner=None if partner is None else partner.peer,
         )
 
@@ -238,15 +239,15 @@ def _plan(
     limit = max(len(stages), min(PLANNED_MOVES_PER_STAGE * len(stages), MAX_PLANNED_MOVES))
     while len(steps) < limit:
         slowest = min(range(len(stages)), key=rates.__getitem__)
-        found = _best_move(stages, pools, rates, counts, slowest, policy)
-        if found is None:
-            found = _best_exchange(stages, pools, rates, slowest, policy)
-        if found is None:
+        choice = _best_move(stages, pools, rates, counts, slowest, policy)
+        if choice is None:
+            choice = _best_exchange(stages, pools, rates, slowest, policy)
+        if choice is None:
             break
-        source, peer, back = found
-        here, there = stages[source], stages[slowest]
-        rates[source] -= peer.rate_at(here) - (back.rate_at(here) if back is not None else 0.0)
-        rates[slowest] += peer.rate_at(there) - (back.rate_at(there) if back is not None else 0.0)
+        source, peer, back = choice
+        origin, target = stages[source], stages[slowest]
+        rates[source] -= peer.rate_at(origin) - (back.rate_at(origin) if back is not None else 0.0)
+        rates[slowest] += peer.rate_at(target) - (back.rate_at(target) if back is not None else 0.0)
         pools.take(source, peer)
         if back is None:
             counts[source] -= 1
@@ -257,7 +258,7 @@ def _plan(
     return steps
 
 
-_Found = tuple[int, PeerLoad, PeerLoad | None]
+_Choice = tuple[int, PeerLoad, PeerLoad | None]
 """The source stage, the peer that moves, and the peer that goes to the source in exchange."""
 
 
@@ -268,23 +269,23 @@ def _best_move(
     counts: list[int],
     slowest: int,
     policy: MovePolicy,
-) -> _Found | None:
+) -> _Choice | None:
     """Return the source and the peer whose move leaves the slower of the two stages best off."""
-    there, low = stages[slowest], rates[slowest]
-    min_bytes_per_second = there.state_bytes / policy.longest_download_seconds
+    target, low = stages[slowest], rates[slowest]
+    min_bytes_per_second = target.state_bytes / policy.longest_download_seconds
     best: tuple[tuple[float, bool, float], int, PeerLoad] | None = None
     for bound, source, ideal in _sources(stages, rates, slowest):
         if best is not None and bound <= best[0][0]:
             break
         if counts[source] <= policy.minimum_replicas:
             continue
-        here = stages[source]
-        for peer in pools.nearest(source, ideal, there.memory, min_bytes_per_second):
-            level = min(low + peer.rate_at(there), rates[source] - peer.rate_at(here))
+        origin = stages[source]
+        for peer in pools.nearest(source, ideal, target.memory, min_bytes_per_second):
+            level = min(low + peer.rate_at(target), rates[source] - peer.rate_at(origin))
             value = (
                 level,
-                not _must_release_first(peer, here, there),
-                -peer.download_seconds(there),
+                not _must_release_first(peer, origin, target),
+                -peer.download_seconds(target),
             )
             if level > low * (1 + RATE_TOLERANCE) and (best is None or value > best[0]):
                 best = value, source, peer
@@ -297,28 +298,28 @@ def _best_exchange(
     rates: list[float],
     slowest: int,
     policy: MovePolicy,
-) -> _Found | None:
+) -> _Choice | None:
     """Return the pair of peers whose exchange leaves the slower of the two stages best off."""
-    there, low = stages[slowest], rates[slowest]
+    target, low = stages[slowest], rates[slowest]
     best: tuple[float, int, PeerLoad, PeerLoad] | None = None
     enough = low * (1 + max(RATE_TOLERANCE, policy.minimum_gain))
     for bound, source, ideal in _sources(stages, rates, slowest):
         if bound <= (enough if best is None else best[0]):
             break
-        here = stages[source]
-        both = here.memory + there.memory
+        origin = stages[source]
+        both = origin.memory + target.memory
         min_bytes_per_second = (
-            max(here.state_bytes, there.state_bytes) / policy.longest_download_seconds
+            max(origin.state_bytes, target.state_bytes) / policy.longest_download_seconds
         )
-        for back in pools.of(slowest):
+        for back in pools.members(slowest):
             if not back.memory.holds(both) or back.download_bytes_per_second < min_bytes_per_second:
                 continue
             for peer in pools.nearest(
-                source, back.speed_at(there) + ideal, both, min_bytes_per_second, compared=1
+                source, back.speed_at(target) + ideal, both, min_bytes_per_second, compared=1
             ):
                 level = min(
-                    low + peer.rate_at(there) - back.rate_at(there),
-                    rates[source] - peer.rate_at(here) + back.rate_at(here),
+                    low + peer.rate_at(target) - back.rate_at(target),
+                    rates[source] - peer.rate_at(origin) + back.rate_at(origin),
                 )
                 if level > (enough if best is None else best[0]):
                     best = level, source, peer, back
@@ -331,13 +332,13 @@ def _sources(
     """Return faster stages, best first: the rate both stages could reach, the source's index, and
     the speed that would have to move for that."""
     low, work = rates[slowest], stages[slowest].work_flops
-    found: list[tuple[float, int, float]] = []
+    sources: list[tuple[float, int, float]] = []
     for source, stage in enumerate(stages):
         if rates[source] > low * (1 + RATE_TOLERANCE):
-            other = stage.work_flops
-            bound = (low * work + rates[source] * other) / (work + other)
-            found.append((bound, source, (rates[source] - low) / (1 / work + 1 / other)))
-    return sorted(found, key=lambda entry: (-entry[0], entry[1]))
+            source_work = stage.work_flops
+            bound = (low * work + rates[source] * source_work) / (work + source_work)
+            sources.append((bound, source, (rates[source] - low) / (1 / work + 1 / source_work)))
+    return sorted(sources, key=lambda entry: (-entry[0], entry[1]))
 
 
 class _Pools:
@@ -360,7 +361,7 @@ class _Pools:
             at += 1
         del speeds[at], pool[at]
 
-    def of(self, stage: int) -> Sequence[PeerLoad]:
+    def members(self, stage: int) -> Sequence[PeerLoad]:
         return self._peers[stage]
 
     def nearest(
@@ -373,7 +374,7 @@ class _Pools:
     ) -> Iterator[PeerLoad]:
         """Yield the fastest fitting peers below `speed` and the slowest fitting ones not below it.
 
-        They have the memory and download at least at that rate.
+        A fitting peer has `memory` and downloads at `min_bytes_per_second` or faster.
         """
         at = bisect_left(self._speeds[stage], speed)
         for places in (range(at - 1, -1, -1), range(at, len(self._speeds[stage]))):
@@ -389,16 +390,16 @@ class _Pools:
     ) -> Iterator[PeerLoad]:
         pool, speeds = self._peers[stage], self._speeds[stage]
         fitting: float | None = None
-        found = 0
+        yielded = 0
         for place in places:
             peer = pool[place]
             if fitting is not None and speeds[place] != fitting:
                 return
             if peer.memory.holds(memory) and peer.download_bytes_per_second >= min_bytes_per_second:
                 fitting = speeds[place]
-                found += 1
+                yielded += 1
                 yield peer
-                if found == compared:
+                if yielded == compared:
                     return
 
 
@@ -412,10 +413,8 @@ def _best_prefix(
     rates: Sequence[float],
     steps: Sequence[_PlannedMove],
 ) -> tuple[Sequence[_PlannedMove], float, float]:
-    """Return the first moves of a plan that gain most beyond their cost; none if none is worth it.
-
-    With them the pipeline's rate after them, and the seconds in which they are paid back.
-    """
+    """Return the first moves of a plan that gain most beyond their cost, the pipeline's rate after
+    them, and the seconds in which they are paid back. No moves if none are worth their cost."""
     counts = [0] * len(stages)
     for peer in peers:
         counts[peer.stage] += 1
@@ -424,8 +423,8 @@ def _best_prefix(
     best: tuple[float, int, float, float] | None = None
     cost, longest, rounds = 0.0, 0.0, [0] * len(stages)
     for number, step in enumerate(steps, start=1):
-        there = stages[step.destination]
-        seconds = step.peer.download_seconds(there)
+        target = stages[step.destination]
+        seconds = step.peer.download_seconds(target)
         # The state uses the uplinks of the stage's present peers. At worst one of them has
         # nothing left for microbatches during the download.
         cost += rates[step.destination] / max(1, counts[step.destination]) * seconds
@@ -448,7 +447,8 @@ def _best_prefix(
 
 
 def _error(stages: Sequence[StageLoad], peers: Sequence[PeerLoad], rates: Sequence[float]) -> float:
-    """Return the relative error of the slowest stage's rate when that of each of its peers is 1."""
+    """Return the relative error of the slowest stage's rate if each of its peers' rates has the
+    relative error 1."""
     slowest = min(range(len(rates)), key=rates.__getitem__)
     speeds = [peer.rate_at(stages[slowest]) for peer in peers if peer.stage == slowest]
     total = math.fsum(speeds)

@@ -33,10 +33,10 @@ def reduce_weights(up_bytes_per_second: Sequence[float]) -> tuple[int, ...]:
 
     `up_bytes_per_second`: more than 0 each, infinite where the uplink has never been the limit.
     """
-    known = [rate for rate in up_bytes_per_second if math.isfinite(rate)]
-    if len(up_bytes_per_second) < 3 or not known:
+    measured = [rate for rate in up_bytes_per_second if math.isfinite(rate)]
+    if len(up_bytes_per_second) < 3 or not measured:
         return ()
-    best = UNMEASURED_RATE_FACTOR * max(known)
+    best = UNMEASURED_RATE_FACTOR * max(measured)
     rates = [rate if math.isfinite(rate) else best for rate in up_bytes_per_second]
     shares = _fastest_shares(rates)
     equal = [1 / len(rates)] * len(rates)
@@ -61,29 +61,30 @@ def _fastest_shares(rates: Sequence[float]) -> list[float]:
     By a time t a member has sent t * rate vectors, and so can have reduced (t * rate - 1)/(n - 2).
     """
     count, others = len(rates), len(rates) - 2
-    most = MAX_SHARE_FACTOR / count
+    max_share = MAX_SHARE_FACTOR / count
 
     def possible(seconds: float) -> list[float]:
-        return [min(most, max(0.0, (seconds * rate - 1) / others)) for rate in rates]
+        return [min(max_share, max(0.0, (seconds * rate - 1) / others)) for rate in rates]
 
     # No round is faster than the slowest uplink sends its one vector.
     shares = possible(1 / min(rates))
     if (total := sum(shares)) < 1:
-        shares = possible(_seconds_beyond_that(sorted(rates, reverse=True), others, most))
+        shares = possible(_seconds_beyond_that(sorted(rates, reverse=True), others, max_share))
         total = sum(shares)
     return [share / total for share in shares]
 
 
-def _seconds_beyond_that(fastest_first: Sequence[float], others: int, most: float) -> float:
+def _seconds_beyond_that(fastest_first: Sequence[float], others: int, max_share: float) -> float:
     """Return the time at which the shares add up to the whole vector, when every member has one.
 
-    The first k reduce the most that they may; the other members' times must come out below that.
+    The first `at_most` members reduce the largest share allowed; the shares of all others must come
+    out below it.
     """
     # Added from the slowest up: subtracting a rate from the sum of all could leave nothing of it.
     rests = list(accumulate(reversed(fastest_first)))
     for at_most, rate in enumerate(fastest_first):
         below = len(fastest_first) - at_most
-        seconds = (others * (1 - at_most * most) + below) / rests[below - 1]
-        if seconds * rate - 1 <= most * others:
+        seconds = (others * (1 - at_most * max_share) + below) / rests[below - 1]
+        if seconds * rate - 1 <= max_share * others:
             break
     return seconds

@@ -23,6 +23,8 @@ MAX_STATE_HEADER_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class StageSizes:
+    """The parameters of a stage, and the bytes of a microbatch in it."""
+
     parameters: int
     input_bytes: int
     """Bytes a microbatch brings in: token ids, or the activation of the stage before."""
@@ -33,10 +35,10 @@ class StageSizes:
     output_gradient_bytes: int
     """Bytes of the gradient received for the output; 0 at the last stage."""
     streamed: StreamedWork
-    """What a device computes that copies the layers' matrices for each pass."""
+    """The work of a device that copies the layers' matrices for each pass."""
     frozen_parameters: int = 0
-    """Parameters that are not trained, which are no part of a state: `parameters` are the
-    others."""
+    """Parameters that are not trained, which are no part of a state; `parameters` does not count
+    them."""
     staleness: int = 0
     """The run's staleness; as many older versions of the parameters are part of the state."""
 
@@ -117,7 +119,7 @@ def streamed_work(manifest: Manifest) -> StreamedWork:
 
 
 def _streamed_work(config: ModelConfig, training: TrainingSection) -> StreamedWork:
-    """Products with the matrices, and attention."""
+    """Return the work per byte of copied weights: products with the matrices, and attention."""
     matrices = LayerMatrices.of(config)
     attention = 4 * config.sequence_length * config.query_size
     tokens = training.sequences_per_microbatch * config.sequence_length

@@ -126,7 +126,9 @@ class Fleet:
         for one in peers:
             for other in peers:
                 for _ in range(AGREED_CELLS if one < other else 0):
-                    self.bench.run.audits.classes.agreed(self.machine(one), self.machine(other))
+                    self.bench.run.audits.classes.note_agreement(
+                        self.machine(one), self.machine(other)
+                    )
 
     def machine(self, peer: str) -> Machine:
         return Machine(StageIndex(0), PeerId(peer), "cpu")

@@ -385,7 +385,7 @@ def test_two_that_keep_naming_each_other_share_no_stage_any_more() -> None:
     bench.lose("a0")
     bench.attach("d0", wanted_stage=0)
     bench.tick(900.0)
-    assert bench.run.held_time.of(PeerId(LIAR)).disputes[PeerId("a0")].at(bench.now) < 31.0
+    assert bench.run.held_time.account(PeerId(LIAR)).disputes[PeerId("a0")].at(bench.now) < 31.0
 
 
 def test_who_does_not_join_the_all_reduce_is_remembered_across_steps() -> None:
@@ -424,7 +424,7 @@ def test_held_seconds_go_on_leaking_across_a_restart_whatever_the_clocks_say() -
     for key in ("a0", "b0"):
         assert after.seconds(PeerId(key), 7.0) == before.seconds(PeerId(key), 5300.0) == 30.0
         assert after.seconds(PeerId(key), 307.0) == 20.0
-    assert after.of(PeerId("b0")).disputes[PeerId("a0")].at(7.0) == 30.0
+    assert after.account(PeerId("b0")).disputes[PeerId("a0")].at(7.0) == 30.0
 
 
 def test_a_restart_of_the_coordinator_gives_no_new_budget() -> None:

@@ -123,7 +123,7 @@ def test_all_cells_of_a_whole_audit_go_to_machines_that_have_computed_like_the_a
     bench = benched("a0", "b0", "c0", "d0", stages=1, microbatches=count)
     device = bench.peer("a0").profile.device
     audited, other = (Machine(StageIndex(0), PeerId(peer), device) for peer in ("a0", "c0"))
-    bench.run.audits.classes.agreed(audited, other)
+    bench.run.audits.classes.note_agreement(audited, other)
     bench.fill()
     assert len(bench.sent("c0", Audit, bench.log)) == MAX_IN_HAND, "the others wait"
     for order in orders(bench, 0):

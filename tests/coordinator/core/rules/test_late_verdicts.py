@@ -105,7 +105,7 @@ def test_the_run_returns_to_the_checkpoint_before_the_first_unverified_step() ->
     pass_audits(bench, lots, LIAR)
     steps(bench, 1)  # with the passed audit: step 3 is the owner's for good
     steps(bench, 2)
-    assert bench.run.audits.standings.of(PeerId(LIAR)).unvested_since == 4
+    assert bench.run.audits.standings.get(PeerId(LIAR)).unvested_since == 4
     lose_audit(bench, lots)
     assert roll_backs(bench) == [3]
     assert bench.run.history.version == 3
@@ -209,7 +209,7 @@ def test_standings_go_back_with_the_run_and_are_stored() -> None:
     steps(bench, 2)
     pass_audits(bench, lots, "b0")
     steps(bench, 1)
-    assert bench.run.audits.standings.of(PeerId("b0")).vested_step == 3
+    assert bench.run.audits.standings.get(PeerId("b0")).vested_step == 3
     lose_audit(bench, lots)
     assert roll_backs(bench) == [1]
     stored = {s.owner: s for r in bench.records(StandingsRecord) for s in r.standings}

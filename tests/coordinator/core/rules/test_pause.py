@@ -8,7 +8,7 @@ from kits.memory import offers, takes
 from kits.swarm_world.event_bench import Bench
 from kits.swarm_world.facts import COORDINATOR
 from swarm_coordinator.core.events import Command, Restored
-from swarm_coordinator.core.rules.roster import MOST_CHANGES
+from swarm_coordinator.core.rules.roster import MAX_CHANGES_AT_ONCE
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.transition import begin
 from swarm_shared.base.types import PeerId, Version
@@ -138,7 +138,7 @@ def test_the_status_shows_paused_peers() -> None:
 
 def test_a_peer_that_pauses_and_resumes_for_ever_has_no_roster_sent_each_time() -> None:
     bench = Bench.trained(1)
-    for _ in range(MOST_CHANGES):
+    for _ in range(MAX_CHANGES_AT_ONCE):
         bench.pause("b0")
         bench.resume("b0")
     sent: list[Command] = []

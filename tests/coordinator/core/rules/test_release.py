@@ -28,7 +28,7 @@ def test_with_anything_end_its_cells_its_leases_and_its_part_in_the_close(ends: 
     assert driven
     released(bench, ends)
     assert {cell.peer for cell in bench.step().table.values()} == {"a0"}
-    assert not bench.step().leases.of(B0)
+    assert not bench.step().leases.leased_to(B0)
     assert driven <= bench.step().unsettled
     assert bench.run.roster.dirty
 

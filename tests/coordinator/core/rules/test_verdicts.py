@@ -182,7 +182,7 @@ def test_equal_digests_pass_and_the_step_goes_on() -> None:
     bench.event_tick()
     assert bench.run.phase is RunPhase.CLOSING
     assert bench.run.audits.passed == 4
-    assert bench.run.audits.standings.of(PeerId("a0")).passed == 2
+    assert bench.run.audits.standings.get(PeerId("a0")).passed == 2
 
 
 def orders_of_log(bench: Bench) -> list[tuple[str, Audit]]:
@@ -410,7 +410,7 @@ def test_a_lie_is_counted_once_however_many_audits_find_it() -> None:
         (order,) = [o for o in bench.sent(auditor, Audit, bench.log) if o.audit == number]
         bench.audited(auditor, order, false(order), distance=1.0 if compares else None)
     assert len(bench.records(VerdictRecord)) == 1
-    assert bench.run.audits.standings.of(PeerId("a0")).lost == 1
+    assert bench.run.audits.standings.get(PeerId("a0")).lost == 1
     assert not bench.commands(Ban, bench.log)
 
 

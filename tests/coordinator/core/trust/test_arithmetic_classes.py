@@ -27,7 +27,7 @@ def agree(
     known: ArithmeticClasses, one: Machine, other: Machine, cells: int = AGREED_CELLS
 ) -> None:
     for _ in range(cells):
-        known.agreed(one, other)
+        known.note_agreement(one, other)
 
 
 def test_two_machines_are_alike_once_they_have_agreed_in_several_cells() -> None:
@@ -35,7 +35,7 @@ def test_two_machines_are_alike_once_they_have_agreed_in_several_cells() -> None
     agree(known, A, B, AGREED_CELLS - 1)
     assert not known.alike(A, B)
     assert known.has_agreed(B, A)
-    known.agreed(B, A)
+    known.note_agreement(B, A)
     assert known.alike(A, B)
     assert known.alike(B, A)
 
@@ -44,7 +44,7 @@ def test_chance_agreements_of_unlike_machines_do_not_add_up() -> None:
     known = ArithmeticClasses()
     for _ in range(3):
         agree(known, A, B, AGREED_CELLS - 1)
-        known.differed(B, A)
+        known.note_difference(B, A)
     assert not known.alike(A, B)
 
 
@@ -83,7 +83,7 @@ def test_pairs_without_end_are_bounded_and_those_that_agreed_in_most_cells_stay(
     known = ArithmeticClasses()
     agree(known, A, B)
     for number in range(100):
-        known.agreed(A, machine(f"x{number}"))
+        known.note_agreement(A, machine(f"x{number}"))
         assert len(known.cells) <= 16
     assert known.alike(A, B)
     assert {r.cells for r in known.take_changed() if r.other.startswith("x")} == {0, 1}

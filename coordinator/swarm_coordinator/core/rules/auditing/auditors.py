@@ -47,7 +47,7 @@ def electorate(
 
 
 def candidates(run: RunState, audit: OpenAudit) -> list[PeerState]:
-    """The peers that may audit it, of owners that have not been asked."""
+    """The peers that may be asked next to audit a cell, of owners that have not been asked."""
     if len(audit.asked) >= MAX_VOTERS:
         return []
     devices = audit.owner_of_device
@@ -78,15 +78,15 @@ def _has_agreed(run: RunState, audit: OpenAudit, peer: PeerState) -> bool:
 def ask_one_of(
     run: RunState, step: StepState, audit: OpenAudit, candidates: list[PeerState], now: float
 ) -> None:
-    """Ask a trusted owner, or the peer with the least in hand; none while all have enough, or
-    while cells of the peers that are to give the inputs are missing."""
+    """Ask a trusted owner, or the candidate with the fewest audits in hand. Ask none while all
+    candidates have MAX_IN_HAND, or while a peer that is to give the inputs has not counted."""
     if not can_go_on(run, step, audit):
         return
     busy = {peer.peer: step.audits.in_hand(peer.peer) for peer in candidates}
     alike = [peer for peer in candidates if _has_agreed(run, audit, peer)]
     # A whole audit has a result only if all of its auditors compute alike: it waits for these.
-    asked = alike if alike and audit.secret else candidates
-    free = [peer for peer in asked if busy[peer.peer] < MAX_IN_HAND]
+    preferred = alike if alike and audit.secret else candidates
+    free = [peer for peer in preferred if busy[peer.peer] < MAX_IN_HAND]
     if not free:
         return
     trusted = run.audits.settings.trusted_owners
@@ -132,13 +132,14 @@ def ask(
 
 
 def can_go_on(run: RunState, step: StepState, audit: OpenAudit) -> bool:
-    """Whether an audit waits for no auditor, nor for the peers that are to give the inputs."""
+    """Whether the next auditor can be asked: the audit waits neither for an answer nor for the
+    peers that are to give the inputs."""
     return audit.order is None and not (audit.hidden and _beside(run, step, audit) is None)
 
 
 def _beside(run: RunState, step: StepState, audit: OpenAudit) -> dict[StageIndex, PeerId] | None:
-    """The peers that have counted an audited microbatch in the stages beside it; None while one has
-    not."""
+    """The peers that have counted an audited microbatch in the neighbouring stages; None while it
+    is not counted in one of them."""
     stages = (StageIndex(audit.stage - 1), StageIndex(audit.stage + 1))
     cells = {stage: step.table.get((audit.microbatch, stage)) for stage in stages}
     if any(cells[stage] is None and 0 <= stage <= run.last_stage for stage in stages):
@@ -147,11 +148,10 @@ def _beside(run: RunState, step: StepState, audit: OpenAudit) -> dict[StageIndex
 
 
 def _sources(run: RunState, step: StepState, audit: OpenAudit) -> AuditSources | None:
-    """Who gives the inputs of an audit which the audited peer is not to see; None if one of these
-    peers is gone.
+    """The peers that give the inputs of a hidden audit; None if one of them is gone.
 
-    The auditor waits for them half of the time that it has, and then asks the audited peer. Where
-    that is contested it waits all of the time: the peer may have left, or give nothing.
+    The auditor waits for them half of its time, and then asks the audited peer. In a contest it
+    waits all of its time: the audited peer may have left, or give nothing.
     """
     beside = _beside(run, step, audit)
     if beside is None or not run.peers.keys() >= set(beside.values()):
@@ -164,7 +164,7 @@ def _sources(run: RunState, step: StepState, audit: OpenAudit) -> AuditSources |
 
 
 def answer_seconds(run: RunState, step: StepState) -> float:
-    """Time limit of an auditor's answer: no less than the work of the step has taken, or than the
-    step before it took."""
+    """Seconds that an auditor has for its answer: no less than the work of this step took or, until
+    that is known, than the previous step took."""
     last = run.history.last_applied
     return max(AUDIT_SECONDS, held_up.pace(step) or (0.0 if last is None else last.seconds))

@@ -18,18 +18,18 @@ def clear_cell(run: RunState, step: StepState, cell: CellKey) -> None:
 
     The round of a stage that averages already is aborted first, by the caller of the event.
     """
-    known = step.table.get(cell)
-    if known is None:
+    entry = step.table.get(cell)
+    if entry is None:
         return
     if step is run.steps.current and run.steps.round_of(cell[1]) is not None:
         run.audits.retracted.add(cell)
         return
     del step.table[cell]
     run.statistics.work.cleared += 1
-    audit = step.audits.open.get((*cell, known.peer))
+    audit = step.audits.open.get((*cell, entry.peer))
     if audit is not None and not audit.confirms:
         del step.audits.open[audit.key]
-    drop(run, step, cell, known.peer)
+    drop(run, step, cell, entry.peer)
 
 
 def drop(run: RunState, step: StepState, cell: CellKey, peer: PeerId) -> None:
@@ -52,7 +52,7 @@ def dropped(run: RunState, peer: PeerState, message: Dropped) -> None:
 
 
 def repeat_drops(run: RunState, peer: PeerId) -> None:
-    """Send a returning peer what it may not have received."""
+    """Send a returning peer the orders to drop microbatches that it may not have received."""
     for step in run.steps.open():
         by_stage: dict[StageIndex, list[MicrobatchIndex]] = {}
         for microbatch, stage, holder in step.audits.dropping:

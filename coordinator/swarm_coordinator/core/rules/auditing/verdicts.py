@@ -49,11 +49,11 @@ HOLD_SECONDS = 2.0
 half the time of its work, or four times that time if every cell is audited (`delay_close`)."""
 
 DISPUTE_FACTOR = 4.0
-"""Multiple of that time for which disputed audits may delay the close."""
+"""Factor by which that limit is longer for disputed audits."""
 
 HIDDEN_FACTOR = 2.0
-"""The same for hidden audits, which may have asked a peer beside the audited one without
-success, and ask another one."""
+"""Factor by which that limit is longer for hidden audits: their auditor may first ask a peer of a
+neighbouring stage for the inputs without success, and then the audited peer."""
 
 MAX_WITHHELD = 3
 """Steps in which an owner may give its auditors no tensors that fit its receipts, without a passed
@@ -83,22 +83,22 @@ def counted(run: RunState, step: StepState, cell: CellKey, now: float) -> None:
             # audited whole.
             begin_audit(run, step, audit_of(run, step, cell, now, secret, hidden=not drawn), now)
     if step.audits.open:
-        _ask_beside(run, step, cell, now)
+        _resume_hidden_audits(run, step, cell, now)
 
 
-def _ask_beside(run: RunState, step: StepState, cell: CellKey, now: float) -> None:
+def _resume_hidden_audits(run: RunState, step: StepState, cell: CellKey, now: float) -> None:
     """Go on with hidden audits that have waited for this cell."""
     microbatch, stage = cell
-    for beside in (StageIndex(stage - 1), StageIndex(stage + 1)):
-        audit = _open_audit(step, (microbatch, beside))
+    for neighbour in (StageIndex(stage - 1), StageIndex(stage + 1)):
+        audit = _open_audit(step, (microbatch, neighbour))
         if audit is not None and audit.hidden and auditors.can_go_on(run, step, audit):
             _proceed(run, step, audit, now)
 
 
 def _open_audit(step: StepState, cell: CellKey) -> OpenAudit | None:
-    """The audit of what the present holder of a cell has counted."""
-    known = step.table.get(cell)
-    return step.audits.open.get((*cell, known.peer)) if known is not None else None
+    """The open audit of a cell as its present holder has counted it; None without one."""
+    entry = step.table.get(cell)
+    return step.audits.open.get((*cell, entry.peer)) if entry is not None else None
 
 
 def _is_audited(step: StepState, cell: CellKey) -> bool:
@@ -107,8 +107,11 @@ def _is_audited(step: StepState, cell: CellKey) -> bool:
 
 
 def _whole_secret(run: RunState, step: StepState, peer: PeerState, stage: StageIndex) -> str:
-    """The secret of a member's whole audit, which is drawn with its first cell; empty without, and
-    in the evaluation, after which nothing is averaged."""
+    """The secret of a member's whole audit; empty if the member is not audited whole.
+
+    Whether it is is drawn with its first cell, and not in the evaluation, after which nothing is
+    averaged.
+    """
     if not run.checks_sums or run.phase is RunPhase.EVALUATING:
         return ""
     key = (peer.peer, stage)
@@ -116,9 +119,9 @@ def _whole_secret(run: RunState, step: StepState, peer: PeerState, stage: StageI
         step.audits.drawn.add(key)
         if run.audits.draw() < run.audits.share(owner_of(peer)) / 2:
             step.audits.whole[key] = WholeAudit(run.audits.draw_secret())
-    whole = step.audits.whole.get(key)
+    whole_audit = step.audits.whole.get(key)
     # Once all seeds are known, further cells are audited as drawn.
-    return whole.secret if whole is not None and whole.has_another_check else ""
+    return whole_audit.secret if whole_audit is not None and whole_audit.has_another_check else ""
 
 
 def _break_at(step: StepState, cell: CellKey) -> tuple[StageIndex, StageIndex] | None:
@@ -149,7 +152,7 @@ def audit_of(
     run: RunState, step: StepState, cell: CellKey, now: float, secret: str = "",
     *, hidden: bool = False,
 ) -> OpenAudit:  # fmt: skip
-    """The audit of a cell as it counts."""
+    """A new audit of a cell as it counts now; it is not begun."""
     microbatch, stage = cell
     counted_cell = step.table[cell]
     peer = run.peers[counted_cell.peer]
@@ -161,7 +164,7 @@ def audit_of(
 
 
 def begin_audit(run: RunState, step: StepState, audit: OpenAudit, now: float) -> bool:
-    """Begin an audit, if there is an auditor."""
+    """Begin an audit; False if there is no auditor."""
     candidates = auditors.candidates(run, audit)
     if candidates:
         step.audits.open[audit.key] = audit
@@ -173,12 +176,12 @@ def begin_audit(run: RunState, step: StepState, audit: OpenAudit, now: float) ->
 
 
 def answered(run: RunState, peer: PeerState, event: AuditAnswered, now: float) -> None:
-    """Handle an auditor's answer; one that was not asked for, or of another cell, is ignored."""
+    """Handle an auditor's answer; an answer to no open order is ignored."""
     for step in run.steps.open():
         for audit in step.audits.open.values():
             order = audit.order
-            asked = None if order is None else (order.audit, order.auditor, order.owner)
-            if order is not None and asked == (event.audit, peer.peer, owner_of(peer)):
+            expected = None if order is None else (order.audit, order.auditor, order.owner)
+            if order is not None and expected == (event.audit, peer.peer, owner_of(peer)):
                 if not _current(step, audit):
                     del step.audits.open[audit.key]
                 else:
@@ -188,21 +191,21 @@ def answered(run: RunState, peer: PeerState, event: AuditAnswered, now: float) -
 
 
 def _ask_free_auditors(run: RunState, step: StepState, now: float) -> None:
-    """Go on with audits that wait until a peer has less in hand."""
+    """Go on with audits that wait for an auditor with fewer audits in hand."""
     for key, audit in list(step.audits.open.items()):
         if auditors.can_go_on(run, step, audit) and audit is step.audits.open.get(key):
             _proceed(run, step, audit, now)
 
 
 def _current(step: StepState, audit: OpenAudit) -> bool:
-    """Whether an audit is to go on: what it is of still counts, or is contested."""
+    """Whether an audit is to go on: the audited cell still counts, or is contested."""
     return audit.confirms or _counts(step, audit)
 
 
 def _counts(step: StepState, audit: OpenAudit) -> bool:
     """Whether the audited peer still holds the cell with the same receipt."""
-    known = step.table.get((audit.microbatch, audit.stage))
-    return known is not None and (known.peer, known.transcript) == (
+    entry = step.table.get((audit.microbatch, audit.stage))
+    return entry is not None and (entry.peer, entry.transcript) == (
         audit.peer,
         audit.claim.transcript,
     )
@@ -222,17 +225,22 @@ def _record(
     if statement is not None and (
         statement.step, statement.microbatch, statement.stage, statement.peer
     ) == (step.step, audit.microbatch, audit.stage, audit.peer):  # fmt: skip
-        found = finding(
+        vote_finding = finding(
             audit.claim, statement, run.audits.settings.tolerance, compared=order.compares
         )
-        if found is None:
+        if vote_finding is None:
             auditors.ask(run, step, audit, run.peers[order.auditor], now, compares=True)
             return
         _keep_sums(run, step, audit, order, statement, event.envelope)
-        _compare_bits(run, audit, order, statement, found)
+        _compare_bits(run, audit, order, statement, vote_finding)
         audit.votes.append(
             Vote(
-                order.owner, order.auditor, found, event.envelope, statement.distance, order.binding
+                order.owner,
+                order.auditor,
+                vote_finding,
+                event.envelope,
+                statement.distance,
+                order.binding,
             )
         )
         run.audits.standings.change(order.owner).audited_work += 1
@@ -243,21 +251,25 @@ def _keep_sums(
     run: RunState, step: StepState, audit: OpenAudit, order: AuditOrder, statement: AuditStatement,
     envelope: str,
 ) -> None:  # fmt: skip
-    """Enter the digests of an auditor that computes alike into a whole audit."""
-    whole = step.audits.whole.get((audit.peer, audit.stage))
+    """Enter an auditor's digests into a whole audit, if its result is equal to the bit."""
+    whole_audit = step.audits.whole.get((audit.peer, audit.stage))
     sums = sums_of(statement.sums, 1 + (audit.stage in run.tied_stages()))
     if (
-        whole is not None
+        whole_audit is not None
         and sums
-        and audit.secret == whole.secret
+        and audit.secret == whole_audit.secret
         and statement.transcript == audit.claim.transcript
     ):
-        stated = tuple(CellSums(one, order.auditor, envelope) for one in sums)
-        whole.add(audit.microbatch, audit.claim.transcript, order.owner, stated)
+        stated = tuple(CellSums(digests, order.auditor, envelope) for digests in sums)
+        whole_audit.add(audit.microbatch, audit.claim.transcript, order.owner, stated)
 
 
 def _compare_bits(
-    run: RunState, audit: OpenAudit, order: AuditOrder, statement: AuditStatement, found: Finding
+    run: RunState,
+    audit: OpenAudit,
+    order: AuditOrder,
+    statement: AuditStatement,
+    vote_finding: Finding,
 ) -> None:
     """Record whether an auditor's result is equal to the bit.
 
@@ -265,15 +277,15 @@ def _compare_bits(
     auditor finds a difference beyond the tolerance, all owners decide as in any other audit.
     """
     auditor = run.peers[order.auditor]
-    exact = finding(audit.claim, statement, 0.0, compared=True)
-    assert exact is not None, "only a comparison is missing"
+    exact_finding = finding(audit.claim, statement, 0.0, compared=True)
+    assert exact_finding is not None, "only a comparison is missing"
     alike = auditors.is_alike(run, audit, auditor)
     audit.exact_findings[order.auditor] = ExactFinding(
-        auditors.machine_of(auditor, audit.stage), exact, alike
+        auditors.machine_of(auditor, audit.stage), exact_finding, alike
     )
-    if found is not Finding.AGREES:
+    if vote_finding is not Finding.AGREES:
         audit.within_class = False
-    elif alike and exact is not Finding.AGREES and not audit.disputed:
+    elif alike and exact_finding is not Finding.AGREES and not audit.disputed:
         audit.within_class = True
 
 
@@ -284,31 +296,33 @@ def _proceed(run: RunState, step: StepState, audit: OpenAudit, now: float) -> No
     # Owners that have voted and left still count.
     judges = auditors.electorate(run, audit.stage, audit.owner, audit.owner_of_device)
     audit.entitled = len(judges | {vote.owner for vote in votes}) + 1
-    found = outcome(votes, audit.entitled, trusted)
-    if found is Outcome.OPEN:
+    result = outcome(votes, audit.entitled, trusted)
+    if result is Outcome.OPEN:
         candidates = auditors.candidates(run, audit)
         if candidates:
             auditors.ask_one_of(run, step, audit, candidates, now)
             return
     del step.audits.open[audit.key]
-    _conclude(run, step, audit, found, now)
+    _conclude(run, step, audit, result, now)
     _settle_broken(run, step, audit.microbatch, now)
 
 
 # ---------------------------------------------------------------- outcomes
 
 
-def _conclude(run: RunState, step: StepState, audit: OpenAudit, found: Outcome, now: float) -> None:
-    if audit.within_class and found is Outcome.LOST:
+def _conclude(
+    run: RunState, step: StepState, audit: OpenAudit, result: Outcome, now: float
+) -> None:
+    if audit.within_class and result is Outcome.LOST:
         _deviates(run, step, audit, now)
-    elif audit.within_class and found is Outcome.OPEN:
+    elif audit.within_class and result is Outcome.OPEN:
         _passed(run, step, audit, now)  # as within the tolerance
-    elif found is Outcome.PASSED:
+    elif result is Outcome.PASSED:
         _passed(run, step, audit, now)
-    elif found is Outcome.LOST:
+    elif result is Outcome.LOST:
         reason = f"what it signed for {_cell_text(step, audit)} is not what the microbatch gives"
         _lost(run, step, audit.peer, audit.owner, audit, reason + _distance_text(audit), now)
-    elif found is Outcome.WITHHELD:
+    elif result is Outcome.WITHHELD:
         _withheld(run, step, audit, now)
     elif audit.votes:
         _undecided(run, step, audit, now)
@@ -353,9 +367,9 @@ def _passed(run: RunState, step: StepState, audit: OpenAudit, now: float) -> Non
     standing.unvested_since = NO_STEP
     for exact in audit.exact_findings.values():
         if exact.finding is Finding.AGREES:
-            run.audits.classes.agreed(audit.machine, exact.machine)
+            run.audits.classes.note_agreement(audit.machine, exact.machine)
         elif exact.finding is Finding.DIFFERS:
-            run.audits.classes.differed(audit.machine, exact.machine)
+            run.audits.classes.note_difference(audit.machine, exact.machine)
     for vote in audit.votes:
         if vote.finding is Finding.DIFFERS:
             _lost(
@@ -392,7 +406,7 @@ def _withheld(run: RunState, step: StepState, audit: OpenAudit, now: float) -> N
 
 
 def _undecided(run: RunState, step: StepState, audit: OpenAudit, now: float) -> None:
-    """Clear a cell of which as many say one thing as another, at the cost of both sides."""
+    """Clear a cell on which no majority of auditors agrees, and charge both sides."""
     for vote in audit.votes:
         if vote.finding is not Finding.AGREES:
             dispute(run, audit.peer, vote.peer, audit.opened_at, now)
@@ -412,9 +426,9 @@ def _clear(run: RunState, step: StepState, audit: OpenAudit) -> None:
         cleared_cells.clear_cell(run, step, (audit.microbatch, audit.stage))
 
 
-def dispute(run: RunState, one: PeerId, other: PeerId, since: float, now: float) -> None:
-    """Charge two peers that contradict each other alike, if both are attached."""
-    peers = run.peers.get(one), run.peers.get(other)
+def dispute(run: RunState, first: PeerId, second: PeerId, since: float, now: float) -> None:
+    """Charge two peers that contradict each other equally, if both are attached."""
+    peers = run.peers.get(first), run.peers.get(second)
     if peers[0] is not None and peers[1] is not None:
         held_up.dispute(run, peers[0], peers[1], since, now, now)
 
@@ -431,25 +445,25 @@ def _lost(
     convict(run, record, now)
 
 
-def convict(run: RunState, found: VerdictRecord, now: float) -> None:
+def convict(run: RunState, verdict: VerdictRecord, now: float) -> None:
     """Expel an owner whose statement was found wrong, and record the evidence.
 
-    What else is found before it takes part again belongs to the same verdict. A refusal for
-    another reason does not: a liar could hold up the run until it is refused.
+    Further findings until the owner takes part again belong to the same verdict. A refusal for
+    another reason does not end them: a liar could hold up the run until it is refused.
     """
-    owner, reason = found.owner, found.reason
+    owner, reason = verdict.owner, verdict.reason
     standing = run.audits.standings.change(owner)
     if standing.expelled:
         return
     standing.expelled = True
-    record = replace(found, void_after=standing.vested_step)
+    record = replace(verdict, void_after=standing.vested_step)
     run.audits.verdicts.append(replace(record, evidence=None, statements=(), claim=None))
     run.commands.append(Persist(record))
     if run.audits.settings.rolls_back and standing.unvested_since:
         since = run.audits.unverified_since or standing.unvested_since
         run.audits.unverified_since = min(since, standing.unvested_since)
-    run.audits.classes.forget(found.peer)
-    banned = _count_lost(run, found.peer, owner)
+    run.audits.classes.forget(verdict.peer)
+    banned = _count_lost(run, verdict.peer, owner)
     run.commands.append(Persist(StandingsRecord(run.audits.standings.take_changed())))
     for key, lost in banned.items():
         run.commands.append(Ban(key, f"it has lost {lost} audits; the last one: {reason}"))
@@ -461,7 +475,7 @@ def convict(run: RunState, found: VerdictRecord, now: float) -> None:
             f"part again once this machine has passed its self-test (`swarm-client doctor "
             f"--self-test`), otherwise in {REFUSED_SECONDS / 60:.0f} min"
         )
-    _expel(run, found.peer, owner, sentence, now, ends_with_self_test=not banned)
+    _expel(run, verdict.peer, owner, sentence, now, ends_with_self_test=not banned)
 
 
 def _count_lost(run: RunState, peer: PeerId, owner: PeerId) -> dict[PeerId, int]:
@@ -506,8 +520,8 @@ def take_expelled(run: RunState) -> list[tuple[PeerId, str]]:
 def take_withholding(run: RunState) -> list[PeerState]:
     """The peers that are to sit the step out, where another one holds their stage; the caller
     releases them."""
-    found, run.audits.withholding = run.audits.withholding, set()
-    peers = [run.peers[peer] for peer in sorted(found) if peer in run.peers]
+    withholding, run.audits.withholding = run.audits.withholding, set()
+    peers = [run.peers[peer] for peer in sorted(withholding) if peer in run.peers]
     return [peer for peer in peers if run.peers.has_others(peer)]
 
 
@@ -575,8 +589,8 @@ def _is_overdue(run: RunState, order: AuditOrder, limit: float, now: float) -> b
 
 
 def delay_close(run: RunState, step: StepState, complete_at: float, now: float) -> bool:
-    """Whether a step, complete since `complete_at`, waits for its audits; ends those that it does
-    not wait for."""
+    """Return whether a step, complete since `complete_at`, waits for its audits; end the audits
+    that have reached their limit."""
     wait = max(HOLD_SECONDS, held_up.pace(step) * (0.5 + 3.5 * run.audits.settings.audit_share))
     waiting = False
     for audit in _current_audits(run, step, now):

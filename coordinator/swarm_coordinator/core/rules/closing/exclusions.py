@@ -35,9 +35,9 @@ def count_failure(
     if len(parties) == 1:
         _count_alone(run, step, parties[0], now, at_once=at_once)
         return
-    one, other = parties
-    since = held_up.at_odds_since(run, one, other, now)
-    if record_failed_average(run, step, one, other, now):
+    first, second = parties
+    since = held_up.at_odds_since(run, first, second, now)
+    if record_failed_average(run, step, first, second, now):
         return
     spent = [peer for peer in parties if held_up.is_spent(run, peer, now)]
     at_limit = parties if at_once or since is not None else spent
@@ -63,16 +63,16 @@ def _count_alone(
 
 def _rank(run: RunState, peer: PeerState) -> tuple[int, int]:
     """Passed audits, then seniority: of two peers, the one with the lower rank is excluded."""
-    return (run.audits.standings.of(owner_of(peer)).passed, -peer.session)
+    return (run.audits.standings.get(owner_of(peer)).passed, -peer.session)
 
 
 def record_failed_average(
-    run: RunState, step: StepState, one: PeerState, other: PeerState, now: float
+    run: RunState, step: StepState, first: PeerState, second: PeerState, now: float
 ) -> bool:
     """Record that an average has failed between two peers; return whether one was excluded for it:
     the one that is at odds with most owners of its stage, if the other is not."""
-    held_up.record_at_odds(run, one, other, now)
-    odd = [peer for peer in (one, other) if held_up.is_at_odds_with_most(run, peer, now)]
+    held_up.record_at_odds(run, first, second, now)
+    odd = [peer for peer in (first, second) if held_up.is_at_odds_with_most(run, peer, now)]
     return len(odd) == 1 and exclude_alone(run, step, odd[0], now)
 
 

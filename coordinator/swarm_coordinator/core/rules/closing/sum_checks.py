@@ -34,7 +34,7 @@ def planned(
     if not run.checks_sums:
         return None
     groups: dict[str, SumGroup] = {}
-    of_stage: dict[StageIndex, tuple[int, ...]] = {}
+    groups_of_stage: dict[StageIndex, tuple[int, ...]] = {}
     for stage, reductions_of_stage in reductions.items():
         names: list[str] = []
         for reduction in reductions_of_stage:
@@ -42,10 +42,10 @@ def planned(
             name = "the average of the tied parameters" if tied else f"stage {stage}'s average"
             groups.setdefault(name, SumGroup(name, reduction.members))
             names.append(name)
-        of_stage[stage] = tuple(list(groups).index(name) for name in names)
+        groups_of_stage[stage] = tuple(list(groups).index(name) for name in names)
     if all(len(group.members) == 1 for group in groups.values()):
         return None
-    return RoundSums(tuple(groups.values()), of_stage)
+    return RoundSums(tuple(groups.values()), groups_of_stage)
 
 
 def awaits(round_: Round, peer: PeerState, event: SumsStated) -> bool:
@@ -62,19 +62,26 @@ def awaits(round_: Round, peer: PeerState, event: SumsStated) -> bool:
 def record(
     run: RunState, step: StepState, round_: Round, peer: PeerState, event: SumsStated, now: float
 ) -> str | None:
-    """Enter a member's statement; return what makes it no answer at all."""
+    """Enter a member's statement; return the error, as a sentence, that makes it no answer to the
+    check, or None."""
     check, statement = round_.sums, event.statement
     assert check is not None, "a statement was awaited"
-    here = (run.start.generation, step.step, round_.attempt, round_.members[peer.peer], check.seed)
+    expected = (
+        run.start.generation,
+        step.step,
+        round_.attempt,
+        round_.members[peer.peer],
+        check.seed,
+    )
     stated = (
         statement.generation, statement.step, statement.attempt, statement.stage, statement.seed
     )  # fmt: skip
-    if stated != here:
+    if stated != expected:
         return "it signed sums of another attempt, or under another seed"
     if len(statement.checks) != len(check.shares[peer.peer]):
         return f"it signed {len(statement.checks)} sums of {len(check.shares[peer.peer])}"
     if not check.details and any(
-        one.parts or one.results or one.received for one in statement.checks
+        digests.parts or digests.results or digests.received for digests in statement.checks
     ):
         return "it signed digests of slices without being asked for them"
     lie = sums.lie_in(check, peer.peer, statement)
@@ -87,8 +94,8 @@ def record(
 
 
 def advance(run: RunState, step: StepState, round_: Round, now: float) -> bool:
-    """Whether the sums of a round stand whose members have all answered; send the next check, or
-    abort the round, if they do not."""
+    """Return whether the sums of a round, whose members have all answered, have passed all checks;
+    otherwise send the next check or abort the round."""
     check = round_.sums
     if check is None or check.agreed:
         return True
@@ -149,7 +156,9 @@ def _convict(
     check, state = round_.sums, run.peers[peer]
     assert check is not None
     others = (
-        one for other in sorted(check.shares.keys() - {peer}) for one in check.evidence(other)
+        envelope
+        for other in sorted(check.shares.keys() - {peer})
+        for envelope in check.evidence(other)
     )
     record = VerdictRecord(
         step=step.step, microbatch=None, stage=round_.members[peer], peer=peer,

@@ -49,9 +49,9 @@ def time_out(run: RunState, now: float) -> None:
 
 
 def _time_out_apply(run: RunState, step: StepState, closing: CloseState, now: float) -> None:
-    """Continue without members that do not apply; one that shares its stage has less time.
+    """Continue without members that do not apply; a member that shares its stage has less time.
 
-    The last holder of a stage has all of it: without it the stage would be lost.
+    The last holder of a stage has the whole time limit: without it the stage would be lost.
     """
     most_at = closing.most_applied_at
     over = now - closing.decided_at > run.manifest.limits.lease_seconds
@@ -75,7 +75,8 @@ def _time_out_apply(run: RunState, step: StepState, closing: CloseState, now: fl
 def charge_late_apply(
     run: RunState, step: StepState, closing: CloseState, peer: PeerState, now: float
 ) -> None:
-    """Charge a member what it took to apply beyond the others, if one of its stage has applied."""
+    """Charge a member the time by which it applies later than the others, if another member of its
+    stage has applied."""
     if closing.members[peer.peer] in closing.last_applied_at:
         # Without most of the members, what applying takes here is unknown.
         most_at = closing.most_applied_at or closing.decided_at
@@ -86,7 +87,8 @@ def charge_late_apply(
 def charge_late_report(
     run: RunState, step: StepState, round_: Round, peer: PeerState, now: float
 ) -> None:
-    """Charge a member what its report came later than those of most members of its stage."""
+    """Charge a member the time by which its report is later than those of most members of its
+    stage."""
     most_at = round_.most_reported_at.get(round_.members[peer.peer])
     if most_at is not None and peer.peer in round_.awaited:
         free = held_up.uncharged_until(step, round_.asked_at, most_at)
@@ -133,7 +135,8 @@ def _exclude_late(
 ) -> None:
     """Exclude a member that has not answered.
 
-    Where most members of its stage have answered, that it held up the step alone is recorded, too.
+    Where most members of its stage have answered, it is also recorded that the member held up the
+    step alone.
     """
     peer = run.peers.get(peer_id)
     if peer is not None and round_.members.get(peer_id) in round_.most_reported_at:

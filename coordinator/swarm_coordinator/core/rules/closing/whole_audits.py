@@ -40,31 +40,31 @@ from swarm_shared.identity.work_statements import SumStatement
 from swarm_shared.trust.evidence import sum_evidence
 from swarm_shared.trust.votes import MAX_VOTERS, Claim
 
-MOST_CHECKED = 8
+MAX_CHECKED = 8
 """Most whole audits that one attempt to close compares: each takes a check of the sums."""
 
 Member = tuple[PeerId, StageIndex]
-Known = dict[MicrobatchIndex, dict[PeerId, CellSums]]
-"""What auditors have stated of each cell as it counts, by owner."""
+StatedCells = dict[MicrobatchIndex, dict[PeerId, CellSums]]
+"""The digests that auditors have stated of each cell as it counts, by the auditor's owner."""
 
 
 def seeds_for(run: RunState, step: StepState, round_: Round) -> tuple[str, ...]:
     """The seeds of a round's checks: one that is drawn, then those of whole audits."""
     book = run.audits
     audited = [
-        (book.draw(), whole.seed)
-        for (peer, stage), whole in step.audits.whole.items()
-        if round_.members.get(peer) == stage and whole.attempt is None
+        (book.draw(), whole_audit.seed)
+        for (peer, stage), whole_audit in step.audits.whole.items()
+        if round_.members.get(peer) == stage and whole_audit.attempt is None
     ]
-    chosen = [seed for _, seed in sorted(audited)[:MOST_CHECKED]]
+    chosen = [seed for _, seed in sorted(audited)[:MAX_CHECKED]]
     return (book.draw_secret(), *(chosen or [book.draw_secret()]))
 
 
 def reveal(step: StepState, round_: Round, seed: str) -> None:
     """Note that the members of a round learn a seed; the next attempt needs another one."""
-    for whole in step.audits.whole.values():
-        if whole.seed == seed:
-            whole.attempt = round_.attempt
+    for whole_audit in step.audits.whole.values():
+        if whole_audit.seed == seed:
+            whole_audit.attempt = round_.attempt
 
 
 def begin_contests(
@@ -73,21 +73,21 @@ def begin_contests(
     """The members whose sums under the present seed, their own, are not those of their audited
     cells; their audits are repeated."""
     wrong: list[PeerId] = []
-    for member, whole in step.audits.whole.items():
+    for member, whole_audit in step.audits.whole.items():
         peer, stage = member
-        if round_.members.get(peer) != stage or whole.seed != check.seed:
+        if round_.members.get(peer) != stage or whole_audit.seed != check.seed:
             continue
         cells = _cells_of(step.table, member)
-        known = [_stated_of(step, member, whole, microbatch) for microbatch in cells]
-        if not cells or not all(known):
+        stated_cells = [_stated_of(step, member, whole_audit, microbatch) for microbatch in cells]
+        if not cells or not all(stated_cells):
             continue
-        first = [next(iter(of_cell.values())).sums for of_cell in known]
-        stated = check.totals[peer]
-        if total(first) != _put_in(stated.statement, len(first[0])):
+        cell_sums = [next(iter(by_owner.values())).sums for by_owner in stated_cells]
+        signed = check.totals[peer]
+        if total(cell_sums) != _put_in(signed.statement, len(cell_sums[0])):
             state = run.peers[peer]
             claims = {m: _claim_of(step.table[m, stage]) for m in cells}
-            whole.contest = Contest(
-                stated, auditors.machine_of(state, stage), owner_of(state),
+            whole_audit.contest = Contest(
+                signed, auditors.machine_of(state, stage), owner_of(state),
                 state.profile.binding, claims, now,
             )  # fmt: skip
             wrong.append(peer)
@@ -96,7 +96,7 @@ def begin_contests(
 
 def _cells_of(table: StepTable, member: Member) -> tuple[MicrobatchIndex, ...]:
     peer, stage = member
-    return tuple(sorted(m for m, of_stage in table.held_by(peer) if of_stage == stage))
+    return tuple(sorted(m for m, held_stage in table.held_by(peer) if held_stage == stage))
 
 
 def _claim_of(cell: Cell) -> Claim:
@@ -104,43 +104,49 @@ def _claim_of(cell: Cell) -> Claim:
 
 
 def _stated_of(
-    step: StepState, member: Member, whole: WholeAudit, microbatch: MicrobatchIndex
+    step: StepState, member: Member, whole_audit: WholeAudit, microbatch: MicrobatchIndex
 ) -> dict[PeerId, CellSums]:
-    """What auditors have stated of a cell as it counts."""
-    return whole.of_receipt(microbatch, step.table[microbatch, member[1]].transcript)
+    """The digests that auditors have stated of a cell as it counts, by the auditor's owner."""
+    return whole_audit.of_receipt(microbatch, step.table[microbatch, member[1]].transcript)
 
 
 def _put_in(statement: SumStatement, parts: int) -> Sums:
-    return tuple(from_text(one.part) for one in statement.checks[:parts])
+    """The digests that a member states of what it put into its averages."""
+    return tuple(from_text(digests.part) for digests in statement.checks[:parts])
 
 
 def renew(run: RunState, step: StepState, now: float) -> bool:
-    """Prepare whole audits whose seed a failed attempt has revealed for the next one; whether cells
-    are audited for that."""
+    """Prepare whole audits whose seed a failed attempt has revealed for the next attempt; return
+    whether cells are audited again for that."""
     if run.phase is not RunPhase.COLLECT:
         return False
     renewed = False
-    for member, whole in list(step.audits.whole.items()):
+    for member, whole_audit in list(step.audits.whole.items()):
         stage = member[1]
-        if whole.attempt is None or whole.contest is not None or run.steps.round_of(stage):
+        if (
+            whole_audit.attempt is None
+            or whole_audit.contest is not None
+            or run.steps.round_of(stage)
+        ):
             continue
-        if whole.has_another_check:
-            whole.begin_another_check()
+        if whole_audit.has_another_check:
+            whole_audit.begin_another_check()
         else:
-            whole = step.audits.whole[member] = WholeAudit(run.audits.draw_secret())
+            whole_audit = step.audits.whole[member] = WholeAudit(run.audits.draw_secret())
         for microbatch in _cells_of(step.table, member):
-            if not _stated_of(step, member, whole, microbatch):
-                renewed = _audit_anew(run, step, (microbatch, stage), whole, now) or renewed
+            if not _stated_of(step, member, whole_audit, microbatch):
+                renewed = _audit_anew(run, step, (microbatch, stage), whole_audit, now) or renewed
     return renewed
 
 
 def _audit_anew(
-    run: RunState, step: StepState, cell: CellKey, whole: WholeAudit, now: float
+    run: RunState, step: StepState, cell: CellKey, whole_audit: WholeAudit, now: float
 ) -> bool:
-    """Audit a cell under the secret of a whole audit, unless it is being audited so."""
-    audit = verdicts.audit_of(run, step, cell, now, whole.secret, hidden=True)
-    known = step.audits.open.get(audit.key)
-    if known is not None and (known.votes or known.secret == whole.secret):
+    """Audit a cell under the secret of a whole audit; False if it is audited so already, or there
+    is no auditor."""
+    audit = verdicts.audit_of(run, step, cell, now, whole_audit.secret, hidden=True)
+    open_audit = step.audits.open.get(audit.key)
+    if open_audit is not None and (open_audit.votes or open_audit.secret == whole_audit.secret):
         return False
     return verdicts.begin_audit(run, step, audit, now)
 
@@ -149,67 +155,84 @@ def _audit_anew(
 
 
 def settle_contests(run: RunState, step: StepState, now: float) -> bool:
-    """Conclude the contests of a step that has been complete; whether the close waits for one."""
+    """Conclude the contests of a step that has been complete; return whether the close waits for
+    one of them."""
     if step.complete_at is None or run.phase is not RunPhase.COLLECT:
         return False
     waiting = False
-    for member, whole in list(step.audits.whole.items()):
-        contest = whole.contest
+    for member, whole_audit in list(step.audits.whole.items()):
+        contest = whole_audit.contest
         if contest is None:
             continue
-        known = {m: whole.of_receipt(m, one.transcript) for m, one in contest.claims.items()}
-        if _proceed(run, step, member, whole, contest, known, now):
+        stated = {
+            m: whole_audit.of_receipt(m, claim.transcript) for m, claim in contest.claims.items()
+        }
+        if _proceed(run, step, member, whole_audit, contest, stated, now):
             waiting = True
         else:
-            whole.contest = None
+            whole_audit.contest = None
     return waiting or bool(run.audits.expelled)
 
 
 def _proceed(
-    run: RunState, step: StepState, member: Member, whole: WholeAudit, contest: Contest,
-    known: Known, now: float,
+    run: RunState, step: StepState, member: Member, whole_audit: WholeAudit, contest: Contest,
+    stated: StatedCells, now: float,
 ) -> bool:  # fmt: skip
-    """Conclude a contest, or have its cells audited once more; whether the close waits for it."""
+    """Conclude a contest, or have its cells audited once more; return whether the close waits."""
     peer, stage = member
     trusted = run.audits.settings.trusted_owners
-    for microbatch, of_cell in known.items():
-        whole.asked.setdefault(microbatch, {one.auditor: owner for owner, one in of_cell.items()})
-    voters = {one.auditor: own for of_cell in known.values() for own, one in of_cell.items()}
+    for microbatch, by_owner in stated.items():
+        whole_audit.asked.setdefault(
+            microbatch, {cell_sums.auditor: owner for owner, cell_sums in by_owner.items()}
+        )
+    voters = {
+        cell_sums.auditor: own
+        for by_owner in stated.values()
+        for own, cell_sums in by_owner.items()
+    }
     devices = {peer: contest.owner}
-    for asked in whole.asked.values():
+    for asked in whole_audit.asked.values():
         devices.update(asked)
     judges = auditors.electorate(run, stage, contest.owner, devices)
     entitled = len(judges.union(voters.values())) + 1
     needed = min(entitled, MAX_VOTERS) // 2 + 1
-    parts = len(next(iter(next(iter(known.values())).values())).sums)
+    parts = len(next(iter(next(iter(stated.values())).values())).sums)
     put_in = _put_in(contest.stated.statement, parts)
-    sums = decided(known, put_in, needed, trusted)
+    sums = decided(stated, put_in, needed, trusted)
     if sums is not None:
-        _conclude(run, step, member, contest, known, sums, now)
-        for microbatch, of_cell in known.items():
-            for owner, one in of_cell.items():
-                if one.sums != sums[microbatch]:
-                    whole.remove(microbatch, contest.claims[microbatch].transcript, owner)
+        _conclude(run, step, member, contest, stated, sums, now)
+        for microbatch, by_owner in stated.items():
+            for owner, cell_sums in by_owner.items():
+                if cell_sums.sums != sums[microbatch]:
+                    whole_audit.remove(microbatch, contest.claims[microbatch].transcript, owner)
         return False
     waiting = False
     for microbatch, claim in contest.claims.items():
         audit = OpenAudit(
             contest.machine, microbatch, contest.owner, claim, now, contest.binding,
-            secret=whole.secret, asked=whole.asked[microbatch], confirms=True, hidden=True,
+            secret=whole_audit.secret, asked=whole_audit.asked[microbatch], confirms=True,
+            hidden=True,
         )  # fmt: skip
         if audit.key in step.audits.open or verdicts.begin_audit(run, step, audit, now):
             waiting = True
     if not waiting:
-        _undecided(run, step, member, known, contest, now)
+        _undecided(run, step, member, stated, contest, now)
     return waiting
 
 
 def _undecided(
-    run: RunState, step: StepState, member: Member, known: Known, contest: Contest, now: float
+    run: RunState,
+    step: StepState,
+    member: Member,
+    stated: StatedCells,
+    contest: Contest,
+    now: float,
 ) -> None:
     """Clear what a member has counted that an auditor contradicts and no other one can judge."""
     peer, stage = member
-    for auditor in sorted({one.auditor for of_cell in known.values() for one in of_cell.values()}):
+    for auditor in sorted(
+        {cell_sums.auditor for by_owner in stated.values() for cell_sums in by_owner.values()}
+    ):
         verdicts.dispute(run, peer, auditor, contest.since, now)
     run.note(
         f"what {short(peer)} counted in step {step.step} is computed again: it and its auditors "
@@ -223,14 +246,14 @@ def _undecided(
 
 
 def _conclude(
-    run: RunState, step: StepState, member: Member, contest: Contest, known: Known,
+    run: RunState, step: StepState, member: Member, contest: Contest, stated: StatedCells,
     sums: dict[MicrobatchIndex, Sums], now: float,
 ) -> None:  # fmt: skip
     """Expel a member whose sum is not that of its cells, and auditors whose digests are false."""
     peer, stage = member
-    evidence = [one.envelope for m in sums for one in known[m].values()]
-    found = total(sums.values())
-    if found != _put_in(contest.stated.statement, len(found)):
+    evidence = [cell_sums.envelope for m in sums for cell_sums in stated[m].values()]
+    audited_total = total(sums.values())
+    if audited_total != _put_in(contest.stated.statement, len(audited_total)):
         record = VerdictRecord(
             step=step.step, microbatch=None, stage=stage, peer=peer,
             owner=contest.owner, audited=peer,
@@ -238,13 +261,14 @@ def _conclude(
             statements=sum_evidence((contest.stated.envelope,), evidence),
         )  # fmt: skip
         verdicts.convict(run, record, now)
-    for microbatch, of_cell in known.items():
-        for owner, one in of_cell.items():
-            if one.sums == sums[microbatch]:
+    for microbatch, by_owner in stated.items():
+        for owner, cell_sums in by_owner.items():
+            if cell_sums.sums == sums[microbatch]:
                 continue
             record = VerdictRecord(
-                step=step.step, microbatch=microbatch, stage=stage, peer=one.auditor, owner=owner,
+                step=step.step, microbatch=microbatch, stage=stage,
+                peer=cell_sums.auditor, owner=owner,
                 audited=peer, reason="the digests in its audit contradict what others compute",
-                statements=tuple(each.envelope for each in of_cell.values()),
+                statements=tuple(statement.envelope for statement in by_owner.values()),
             )  # fmt: skip
             verdicts.convict(run, record, now)

@@ -71,8 +71,8 @@ def commit_relayed(run: RunState, receipt: Receipt, now: float) -> None:
     """Enter a verified receipt that another peer reports, if its signer still has the gradient.
 
     A receipt names no session, and the other peer may have kept it since its signer has lost the
-    gradient: in this step, before a roll-back, or before the coordinator started. Such a one counts
-    once its signer has reported it itself.
+    gradient: in this step, before a roll-back, or before the coordinator started. Such a receipt
+    counts once its signer has reported it itself.
     """
     step = run.steps.numbered(receipt.step)
     if step is None:
@@ -205,6 +205,7 @@ def not_counted(run: RunState, peer: PeerState, message: NotCounted) -> None:
 
 
 def owes_no_more(step: StepState, microbatch: MicrobatchIndex, peer: PeerId) -> None:
+    """Record that a peer has counted, lost or given up a microbatch that it was yet to count."""
     owing = step.owing.get(microbatch)
     if owing is not None:
         owing.discard(peer)

@@ -18,9 +18,9 @@ RATE_SMOOTHING = 0.3
 seconds."""
 
 RATE_NOISE = 0.1
-"""Relative distance of a report from this average up to which it is taken for noise. The plan of a
-step (`swarm_shared.scheduling.step_plan`) ends when the peer ends whose rate is the most too high,
-so that noise costs more the more peers there are. A larger change counts at once."""
+"""Relative distance of a report from the smoothed rate up to which it counts as noise. The plan of
+a step (`swarm_shared.scheduling.step_plan`) ends when the peer ends whose rate is the most too
+high, so that noise costs more the more peers there are. A larger change counts at once."""
 
 _STEPPING = frozenset({RunPhase.COLLECT, RunPhase.CLOSING, RunPhase.APPLYING})
 """Phases in which a stage without work counts as idle."""
@@ -51,8 +51,8 @@ def record_heartbeat(run: RunState, peer: PeerState, message: Heartbeat, now: fl
         uplink_flops_per_second = sent * stage.work_flops
         if computed > 0:
             reported = computed * stage.work_flops
-            known = flops_per_second or reported
-            flops_per_second = known + RATE_SMOOTHING * (reported - known)
+            previous = flops_per_second or reported
+            flops_per_second = previous + RATE_SMOOTHING * (reported - previous)
             average = flops_per_second / stage.work_flops
             if abs(average - computed) <= RATE_NOISE * computed:
                 computed = average
@@ -74,9 +74,9 @@ def _record_utilisation(run: RunState, peer: PeerState, message: Heartbeat, now:
         and not peer.paused
     )
     if counts and peer.stage is not None and message.busy_seconds is not None:
-        most = run.manifest.training.microbatches_per_step
+        limit = run.manifest.training.microbatches_per_step
         run.statistics.utilisation.record(
-            peer.last_heartbeat, peer.stage, message.busy_seconds, min(message.computed, most), now
+            peer.last_heartbeat, peer.stage, message.busy_seconds, min(message.computed, limit), now
         )
     else:
         peer.last_heartbeat.held = None

@@ -33,7 +33,8 @@ MAX_NOT_FINITE_RETRY_SECONDS = 30.0
 """Longest pause before a microbatch that was not finite is leased again."""
 
 NOT_FINITE_RETRIES = 4
-"""Number of those retries at the usual pause; it doubles with each one after them."""
+"""Number of retries of such a microbatch at the usual pause; the pause doubles with each further
+one."""
 
 
 def pipeline_windows(stages: int, stage_queue: int, pipelines: int) -> tuple[int, int]:
@@ -41,17 +42,17 @@ def pipeline_windows(stages: int, stage_queue: int, pipelines: int) -> tuple[int
     stage has work despite the latency of the links, and few enough that no queue overflows. Among
     several peers one holds more than the mean in proportion to its rate, so the mean is at most a
     queue over the largest rate that any peer is believed to have (decision 0037)."""
-    least = min(stages + EXTRA_IN_FLIGHT, stage_queue)
-    of_fastest = 2 if pipelines == 1 else int(MAX_RATE_OVER_MEDIAN)
-    return least, max(least, stage_queue // of_fastest)
+    smallest = min(stages + EXTRA_IN_FLIGHT, stage_queue)
+    fastest_share = 2 if pipelines == 1 else int(MAX_RATE_OVER_MEDIAN)
+    return smallest, max(smallest, stage_queue // fastest_share)
 
 
 def inflight_windows(run: RunState, trainers: int) -> tuple[int, int]:
     """Smallest and largest number of microbatches that one trainer keeps in flight."""
     pipelines = max(1, len(run.peers.working(0)))
     windows = pipeline_windows(run.manifest.stage_count, run.manifest.limits.stage_queue, pipelines)
-    least, most = (-(-pipelines * window // max(1, trainers)) for window in windows)
-    return least, most
+    smallest, largest = (-(-pipelines * window // max(1, trainers)) for window in windows)
+    return smallest, largest
 
 
 def lease_open_microbatches(run: RunState, step: StepState, now: float) -> None:
@@ -143,40 +144,41 @@ def _lease_to_trainers(
 def _next_trainer(
     step: StepState, microbatch: MicrobatchIndex, driving: list[tuple[int, int, PeerId]]
 ) -> PeerId:
-    """Take the trainer with the fewest microbatches among those that have not tried this one.
+    """Take the trainer with the fewest microbatches among those that have not tried this
+    microbatch.
 
     No trainer gets a microbatch twice before each has had it once. A trainer that fails at once
     always has the fewest, and would otherwise get it again and again.
     """
-    before = step.leases.get(microbatch)
-    if before is None:
-        found = least_loaded_except(driving, ())
+    previous = step.leases.get(microbatch)
+    if previous is None:
+        trainer = least_loaded_except(driving, ())
     else:
         tried = step.tried.setdefault(microbatch, set())
-        tried.add(before.trainer)
-        found = least_loaded_except(driving, tried)
-        if found is None:
+        tried.add(previous.trainer)
+        trainer = least_loaded_except(driving, tried)
+        if trainer is None:
             tried.clear()
-            found = least_loaded_except(driving, ())
-    assert found is not None, "a complete pipeline has a trainer"
-    return found
+            trainer = least_loaded_except(driving, ())
+    assert trainer is not None, "a complete pipeline has a trainer"
+    return trainer
 
 
 def least_loaded_except(
-    driving: list[tuple[int, int, PeerId]], others: Collection[PeerId]
+    driving: list[tuple[int, int, PeerId]], excluded: Collection[PeerId]
 ) -> PeerId | None:
-    """Return the trainer with the fewest microbatches that is none of the `others`; None if there
-    is none. Its entry in the heap `driving` counts one microbatch more from then on."""
+    """Return the trainer with the fewest microbatches that is not in `excluded`; None if there is
+    none. Its entry in the heap `driving` counts one microbatch more from then on."""
     aside: list[tuple[int, int, PeerId]] = []
-    while driving and driving[0][2] in others:
+    while driving and driving[0][2] in excluded:
         aside.append(heapq.heappop(driving))
-    found: PeerId | None = None
+    trainer: PeerId | None = None
     if driving:
-        load, place, found = driving[0]
-        heapq.heapreplace(driving, (load + 1, place, found))
-    for one in aside:
-        heapq.heappush(driving, one)
-    return found
+        load, place, trainer = driving[0]
+        heapq.heapreplace(driving, (load + 1, place, trainer))
+    for entry in aside:
+        heapq.heappush(driving, entry)
+    return trainer
 
 
 def send_lease(
@@ -184,15 +186,15 @@ def send_lease(
     trainers: int,
 ) -> int:  # fmt: skip
     """Lease microbatches to a trainer; returns the number of the lease."""
-    least, most = inflight_windows(run, trainers)
+    window, max_window = inflight_windows(run, trainers)
     run.steps.last_lease += 1
     run.send(
         trainer,
         Lease(
             step=step.step,
             lease=run.steps.last_lease,
-            window=least,
-            max_window=most,
+            window=window,
+            max_window=max_window,
             microbatches=tuple(
                 LeasedMicrobatch(
                     microbatch=microbatch,
@@ -216,11 +218,13 @@ def lease_resolved(run: RunState, event: LeaseResolved, now: float) -> None:
             cells.commit(run, receipt, now)
         else:
             cells.commit_relayed(run, receipt, now)
-    lease, second = step.leases.get(event.microbatch), step.speculative_leases.get(event.microbatch)
-    if second is not None and (second.lease, second.trainer) == (event.lease, event.peer):
+    lease = step.leases.get(event.microbatch)
+    speculative = step.speculative_leases.get(event.microbatch)
+    resolved = (event.lease, event.peer)
+    if speculative is not None and (speculative.lease, speculative.trainer) == resolved:
         del step.speculative_leases[event.microbatch]
         return  # the first lease is still in flight, and its result decides
-    if lease is None or (lease.lease, lease.trainer) != (event.lease, event.peer):
+    if lease is None or (lease.lease, lease.trainer) != resolved:
         return
     if not event.ok and _promote_speculative_lease(run, step, event.microbatch):
         return
@@ -246,10 +250,10 @@ def _still_owing(run: RunState, step: StepState, event: LeaseResolved) -> Iterat
 
 def _promote_speculative_lease(run: RunState, step: StepState, microbatch: MicrobatchIndex) -> bool:
     """Replace a failed first lease by the speculative one; False without one."""
-    second = step.speculative_leases.pop(microbatch, None)
-    if second is None:
+    speculative = step.speculative_leases.pop(microbatch, None)
+    if speculative is None:
         return False
-    _set_lease(run, step, microbatch, second)
+    _set_lease(run, step, microbatch, speculative)
     return True
 
 
@@ -273,10 +277,10 @@ def clear_work(run: RunState, peer: PeerId, now: float) -> None:
 
 def _free_leases(run: RunState, step: StepState, peer: PeerId, now: float) -> None:
     for microbatch in [
-        m for m, second in step.speculative_leases.items() if second.trainer == peer
+        m for m, speculative in step.speculative_leases.items() if speculative.trainer == peer
     ]:
         del step.speculative_leases[microbatch]
-    for microbatch in sorted(step.leases.of(peer)):
+    for microbatch in sorted(step.leases.leased_to(peer)):
         if not _promote_speculative_lease(run, step, microbatch):
             del step.leases[microbatch]
             step.unsettled.add(microbatch)

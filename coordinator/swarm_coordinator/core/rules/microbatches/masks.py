@@ -14,7 +14,8 @@ from swarm_shared.protocol import Mask, MaskRequest
 
 
 def queue_mask_request(run: RunState, peer: PeerState, request: MaskRequest, now: float) -> None:
-    """Queue the answer for one reporting interval, so that receipts under way are counted first."""
+    """Queue a mask request. The answer waits a little longer than one reporting interval, so that
+    receipts under way are counted first."""
     wait = 1.2 * run.manifest.limits.receipt_interval_seconds
     run.steps.masks.append(
         PendingMask(now + wait, peer.peer, request.request, request.step, request.microbatch)

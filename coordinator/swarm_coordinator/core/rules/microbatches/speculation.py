@@ -23,7 +23,8 @@ SPECULATION_START_FRACTION = 0.75
 copy would delay other work."""
 
 SLOWDOWN_FACTOR = 1.5
-"""Multiple of the time for that fraction of the step after which a microbatch is a straggler."""
+"""Multiple of the time that SPECULATION_START_FRACTION of the step took after which a microbatch is
+a straggler."""
 
 MIN_LAG_SECONDS = 2.0
 """Minimum lag in seconds; several reporting intervals. A step of one second has no stragglers worth
