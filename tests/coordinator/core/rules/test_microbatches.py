@@ -157,46 +157,6 @@ def test_a_receipt_of_a_lost_gradient_counts_from_its_signer_alone(how: str) -> 
     assert bench.step().table[5, 0].peer == "b0"
 
 
-def test_a_receipt_of_before_a_roll_back_counts_from_its_signer_alone() -> None:
-    """Otherwise an auditor would ask its signer for what it has not, and blame it."""
-    bench = Bench.trained(1)
-    kept = bench.receipt("b0", 1)
-    assert kept.step == 2, "the step in progress, which no record has"
-    for peer in ("a1", "b1"):
-        bench.lose(peer)
-    bench.tick(12.0)
-    for peer in ("c1", "d1"):
-        bench.request(peer, 1)
-    bench.tick(12.0)
-    assert bench.roll_backs() == [0]
-    for _ in range(2):
-        while bench.run.phase is not RunPhase.COLLECT:
-            for peer in list(bench.run.peers):
-                if bench.peer(peer).transfer is not None:
-                    bench.ready(peer)
-            bench.tick(1.0)
-        if bench.step().step == 1:
-            bench.one_step()
-    assert bench.step().step == 2
-    relay(bench, "a0", kept)
-    assert (1, 0) not in bench.step().table
-    bench.report("b0", 1)
-    assert bench.step().table[1, 0].peer == "b0"
-
-
-def test_a_receipt_of_before_a_restart_of_the_coordinator_counts_from_its_signer_alone() -> None:
-    bench = joined("a0", "b0", "a1")
-    kept = bench.receipt("b0", 1)
-    bench.restart()
-    bench.now += 60.0
-    bench.join_all("a0", "b0", "a1")
-    assert bench.run.phase is RunPhase.COLLECT
-    relay(bench, "a0", kept)
-    assert (1, 0) not in bench.step().table
-    bench.event(ReceiptsVerified(bench.session("b0"), PeerId("b0"), (kept,)))
-    assert bench.step().table[1, 0].peer == "b0"
-
-
 def test_what_an_excluded_peer_has_reported_counts_again_when_it_is_readmitted() -> None:
     """It still has the gradient and reports it once; only its trainers repeat the receipt."""
     bench = collecting(microbatches=8)

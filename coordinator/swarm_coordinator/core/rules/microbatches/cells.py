@@ -71,24 +71,14 @@ def commit_relayed(run: RunState, receipt: Receipt, now: float) -> None:
     """Enter a verified receipt that another peer reports, if its signer still has the gradient.
 
     A receipt names no session, and the other peer may have kept it since its signer has lost the
-    gradient: in this step, before a roll-back, or before the coordinator started. Such a receipt
-    counts once its signer has reported it itself.
+    gradient. Such a receipt counts once its signer has reported it itself.
     """
     step = run.steps.numbered(receipt.step)
     if step is None:
         return
-    may_be_lost = (
-        receipt.peer in step.own_reports_only
-        or receipt.generation != run.start.generation
-        or (run.history.rolled_back and receipt.step <= _last_abandoned(run))
-    )
-    if not may_be_lost or receipt.microbatch in step.own_reports.get(receipt.peer, ()):
+    reported = receipt.microbatch in step.own_reports.get(receipt.peer, ())
+    if reported or receipt.peer not in step.own_reports_only:
         _enter(run, receipt, now)
-
-
-def _last_abandoned(run: RunState) -> int:
-    """The last step that may have been begun before a roll-back."""
-    return run.history.recomputed + 1 + run.manifest.training.staleness
 
 
 def commit(run: RunState, receipt: Receipt, now: float) -> None:
