@@ -75,6 +75,7 @@ def renew_certificate(
 
 def _check(membership: Membership, me: PeerId, clock: RunClock) -> None:
     envelope = decode_envelope(membership.certificate, "the coordinator's certificate")
-    # The coordinator has issued it for this message.
-    clock.learn(MembershipCertificate.open(envelope, membership.organiser).not_before)
-    check_certificate(envelope, membership.run, membership.organiser, clock(), me)
+    # The coordinator has issued it for this message: it says what time it is there.
+    now = MembershipCertificate.open(envelope, membership.organiser).not_before
+    check_certificate(envelope, membership.run, membership.organiser, now, me)
+    clock.learn(now)

@@ -71,7 +71,7 @@ from swarm_coordinator.storage.contributions import read_contributions
 from swarm_coordinator.storage.records import PeerSeen
 from swarm_coordinator.storage.store import Store
 from swarm_shared.addresses.dial_order import Interfaces
-from swarm_shared.base.clock import wall
+from swarm_shared.base.clock import RunClock, wall
 from swarm_shared.base.error_groups import leaves
 from swarm_shared.base.errors import NetworkError, StorageError, SwarmError, UsageError
 from swarm_shared.base.text import duration_text, printable
@@ -162,10 +162,14 @@ class Coordinator:
         context = self._context
         restored = await restore(context, self._checkpoints, self._note)
         await self._count_contributions()
+        # Members go by the certificates of this start: a clock that is set meanwhile must not make
+        # those of some members ones of the past or the future for the others.
+        run_clock = RunClock()
+        run_clock.learn(wall())
         self._admission = AdmissionAuthority(
             context.identity, self._run_id, Generation(restored.generation),
             context.settings.admission.mode, context.store.read(read_admission),
-            context.store.write, wall, DeviceOwners(context.store.read(read_owners)),
+            context.store.write, run_clock, DeviceOwners(context.store.read(read_owners)),
         )  # fmt: skip
         self._admission_service = AdmissionService(
             context.folder, self._admission, context.store, self._sessions,

@@ -11,5 +11,5 @@ def module_command(module: str, *arguments: str) -> tuple[str, ...]:
     `-P`: else Python imports what lies in the folder in which it is started before anything that
     is installed. In /tmp, or in a folder that is shared, that may be another user's program.
     """
-    # One word, so that the module is the fourth one for what wraps such a command.
+    # One option: the benchmarks' instruments take the module from the third place.
     return (sys.executable, "-Pm", module, *arguments)

@@ -381,6 +381,25 @@ async def test_a_session_goes_on_with_newer_and_newer_certificates(folder: RunFo
         assert {c.generation for c in certificates} == {1}
 
 
+@pytest.mark.parametrize("seconds", [-10_800.0, 10_800.0])
+async def test_certificates_go_on_from_the_start_when_the_coordinators_clock_is_set(
+    seconds: float, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    identity, now = Identity.generate(), time.time
+    async with served(folder, renew_after_seconds=0.3) as run, client(run.invite, identity) as one:
+        await one.join()
+        monkeypatch.setattr(time, "time", lambda: now() + seconds)
+        await one.until(CertificateRenewed)
+        renewed = await one.until(CertificateRenewed)
+        check_certificate(
+            base64.b64decode(renewed.certificate),
+            run.invite.run_id,
+            run.invite.organiser,
+            now(),
+            identity.peer_id,
+        )
+
+
 # ---------------------------------------------------------------- status
 
 

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from kits.installers import packages
 from kits.installers.packages import PACKAGES
+from kits.other_user import OTHER_USER_ID
 
 ROOT = Path(__file__).parents[3]
 LINUX = ROOT / "installers" / "linux"
-NOBODY = 65534
 PATIENCE_SECONDS = 250.0
 """An installation takes twenty on a machine that does nothing else."""
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -109,7 +109,7 @@ def person(place: Path) -> Iterator[Person]:
     with tempfile.TemporaryDirectory(prefix="swarmtrain person ") as folder:
         home = Path(folder)
         (home / "scratch").mkdir()
-        for user in ([NOBODY] if os.geteuid() == 0 else []) + [None]:
+        for user in ([OTHER_USER_ID] if os.geteuid() == 0 else []) + [None]:
             if user is not None:
                 for path in (home, home / "scratch"):
                     os.chown(path, user, user)

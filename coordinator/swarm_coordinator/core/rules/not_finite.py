@@ -14,9 +14,9 @@ from swarm_coordinator.core.rules.release import Release, release
 from swarm_coordinator.core.state.peers import PeerState, owner_of
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.state.run import RunState
-from swarm_coordinator.core.state.step_table import CellKey
 from swarm_coordinator.core.state.steps import NotFiniteCell, StepState
 from swarm_coordinator.core.state.utilisation import Rejection
+from swarm_shared.base.types import MicrobatchIndex
 from swarm_shared.protocol import NotFinite
 
 _LEASED = frozenset({RunPhase.COLLECT, RunPhase.EVALUATING})
@@ -44,10 +44,10 @@ def replace_state(run: RunState, peer: PeerState, reason: str, now: float) -> bo
 def reported(run: RunState, peer: PeerState, message: NotFinite, now: float) -> None:
     """Handle a microbatch that is not finite at a peer.
 
-    The first peer is held responsible, unless the sender of its input is part of such results with
-    more different peers: finite numbers can be chosen to overflow elsewhere. It is synced anew, and
-    the second time it sits the step out. If a second peer gets the same result, or the only one of
-    the stage gets it again and again, the model is responsible, and nothing is done to a peer.
+    If a second peer gets the same result, from another sender, the model is responsible, and
+    nothing is done to a peer. Before that the peer is: it is synced anew, and the second time it
+    sits the step out. Or the sender of its input is, if it is part of such results with more
+    different peers: finite numbers can be chosen to overflow elsewhere.
     """
     step = run.steps.numbered(message.step)
     if step is None or peer.stage is None or not run.peers.holds_current(peer):
@@ -57,26 +57,50 @@ def reported(run: RunState, peer: PeerState, message: NotFinite, now: float) -> 
     if run.phase not in _LEASED or run.steps.round_of(peer.stage) is not None:
         return  # no peer is synced anew during a close; the result will recur in the next step
     sender = run.peers.get(message.sender)
-    if sender is not None and sender is not peer:
+    if sender is peer or peer.stage == 0:
+        sender = None  # token IDs cannot be chosen to overflow
+    _record_cell(run, step, peer, sender, message.microbatch)
+    if step.finite_nowhere() is not None:
+        run.statistics.reject(Rejection.NOT_FINITE)
+        return
+    if sender is not None:
         _record_partners(run, peer, sender, now)
         if _sends_what_overflows(run, peer, sender, now):
-            _exclude_sender(run, sender, now)
+            _exclude_sender(run, step, sender, now)
             return
-    key = (message.microbatch, peer.stage)
-    cell = step.not_finite.setdefault(key, NotFiniteCell())
-    cell.peers.add(peer.peer)
-    cell.times += 1
-    is_only = not run.peers.has_others(peer)
-    if len(cell.peers) > 1 or (is_only and cell.times >= MIN_TIMES_ALONE):
-        _confirm(run, step, key, cell)
-    if step.finite_nowhere() is not None or (is_only and peer.peer in step.resynced):
-        run.statistics.reject(Rejection.NOT_FINITE)
-    elif peer.peer not in step.resynced:
-        step.resynced.add(peer.peer)
+    if peer.peer not in step.blamed:
+        step.blamed.add(peer.peer)
         replace_state(run, peer, "what it computed was not finite", now)
+    elif not run.peers.has_others(peer):
+        run.statistics.reject(Rejection.NOT_FINITE)
     else:
         run.flag(peer, Rejection.NOT_FINITE, "what it computed was not finite, with a fresh state")
         release(run, peer, Release.STEP, now)
+
+
+def _record_cell(
+    run: RunState, step: StepState, peer: PeerState, sender: PeerState | None,
+    microbatch: MicrobatchIndex,
+) -> None:  # fmt: skip
+    """Record a report of a cell, and hold the model responsible for it if no peer can be.
+
+    Note the first such cell of a step.
+    """
+    assert peer.stage is not None
+    cell = step.not_finite.setdefault((microbatch, peer.stage), NotFiniteCell())
+    cell.peers.add(peer.peer)
+    cell.times += 1
+    if sender is not None:
+        cell.senders.add(sender.peer)
+    several_peers = len(cell.peers) > 1 or (
+        cell.times >= MIN_TIMES_ALONE and not run.peers.has_others(peer)
+    )
+    several_senders = sender is None or len(cell.senders) > 1 or not run.peers.has_others(sender)
+    if several_peers and several_senders and not cell.confirmed:
+        is_first = step.finite_nowhere() is None
+        cell.confirmed = True
+        if is_first:
+            run.note(diverged_sentence(run))
 
 
 def _record_partners(run: RunState, receiver: PeerState, sender: PeerState, now: float) -> None:
@@ -99,21 +123,17 @@ def _sends_what_overflows(
     return of_sender >= MIN_PARTNERS and of_sender > of_receiver
 
 
-def _exclude_sender(run: RunState, sender: PeerState, now: float) -> None:
+def _exclude_sender(run: RunState, step: StepState, sender: PeerState, now: float) -> None:
     """Flag a peer whose outputs overflow at many others, and let the step go on without it."""
     if sender.stage is None or sender.peer in run.peers.excluded:
         return
+    if sender.peer in step.blamed and not run.peers.has_others(sender):
+        run.statistics.reject(Rejection.NOT_FINITE)
+        return
+    step.blamed.add(sender.peer)
     run.flag(sender, Rejection.NOT_FINITE, "what others computed from its outputs was not finite")
     if run.peers.has_others(sender) and run.steps.round_of(sender.stage) is None:
         release(run, sender, Release.STEP, now)
-
-
-def _confirm(run: RunState, step: StepState, key: CellKey, cell: NotFiniteCell) -> None:
-    """Hold the model responsible for a cell that is not finite; note the first one of a step."""
-    is_first = step.finite_nowhere() is None
-    cell.confirmed = True
-    if is_first:
-        run.note(diverged_sentence(run))
 
 
 def diverged_sentence(run: RunState) -> str:

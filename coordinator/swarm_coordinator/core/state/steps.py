@@ -36,6 +36,8 @@ class NotFiniteCell:
     """The reports of peers at which the result of a cell was not finite."""
 
     peers: set[PeerId] = field(default_factory=set)
+    senders: set[PeerId] = field(default_factory=set)
+    """Peers that sent the input; empty in the first stage."""
     times: int = 0
     """Number of reports."""
     confirmed: bool = False
@@ -101,8 +103,8 @@ class StepState:
     """A heap of the times at which a lease may expire or a failed one may be granted again."""
     not_finite: dict[CellKey, NotFiniteCell] = field(default_factory=dict)
     """The cells whose results were not finite somewhere."""
-    resynced: set[PeerId] = field(default_factory=set)
-    """Peers that were synced anew in this step because their results were not finite."""
+    blamed: set[PeerId] = field(default_factory=set)
+    """Peers that were flagged in this step for results that are not finite."""
     audits: StepAudits = field(default_factory=StepAudits)
     closing: CloseState | None = None
     """The close, from its first round until the step ends or no stage has a round."""

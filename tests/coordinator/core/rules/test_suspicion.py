@@ -74,6 +74,21 @@ def test_a_model_that_has_diverged_is_said_to_have_and_costs_one_sync_at_most_pe
     assert sum("cannot be computed" in n.text for n in bench.commands(Note, bench.log)) == 1
 
 
+def test_a_model_that_diverges_behind_few_senders_is_no_fault_of_theirs() -> None:
+    """Each of them is soon part of results that are not finite at more peers than any receiver."""
+    bench = joined("a0", "b0", "a1", "b1", "c1", "d1", microbatches=16)
+    for microbatch, receiver in enumerate(("a1", "b1", "c1")):
+        say_not_finite(bench, receiver, microbatch, "b0")
+    assert bench.run.peers.excluded == {"b0"}
+    for receiver in ("a1", "b1"):
+        bench.ready(receiver)
+    for round_ in range(5):
+        for place, receiver in enumerate(("a1", "b1", "c1", "d1")):
+            say_not_finite(bench, receiver, (place + round_) % 4, "a0")
+    assert "at 3 peers; training has diverged." in bench.status().diverged
+    assert marked(bench)["a0"][0] <= 1
+
+
 def test_a_step_that_another_peer_can_compute_has_not_diverged() -> None:
     bench = collecting()
     say_not_finite(bench, "b0")
