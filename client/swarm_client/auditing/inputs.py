@@ -29,6 +29,11 @@ from swarm_shared.protocol import Audit, AuditSources, KeptRequest
 log = logging.getLogger(__name__)
 
 
+SLOW_UPLINK_BYTES_PER_SECOND = 2**18
+"""A slow home's uplink of 2 Mbit/s. A peer whose tensors take longer at this rate than an audit
+lasts is not said to withhold them: the audit remains without an answer."""
+
+
 class AuditedSamples(Protocol):
     """Source of token ids and targets (`swarm_client.training_data`)."""
 
@@ -70,20 +75,32 @@ class AuditInputs:
         SwarmError if this peer cannot ask or write."""
         sources = order.sources
         if sources is not None:
-            with trio.move_on_after(sources.patience_seconds):
+            with trio.move_on_after(order.patience_seconds):
                 try:
                     await self._write_from_neighbours(order, sources, sizes, path)
                     return
                 except TensorsWithheld as error:
                     log.info("audit %d asks the audited peer: %s", order.audit, error)
         total_bytes = sizes.request_bytes + sizes.output_gradient_bytes
-        await self._fetch(order, order.peer, KeptTensors.INPUTS, total_bytes, path)
+        # Twice: the time of the whole order, after which the coordinator has asked another auditor.
+        with trio.move_on_after(2 * order.patience_seconds) as waiting:
+            await self._fetch(order, order.peer, KeptTensors.INPUTS, total_bytes, path)
+        if waiting.cancelled_caught:
+            raise SwarmError(f"{order.peer} has not given the inputs in time")
         if not inputs_fit(order, await trio.Path(path).read_bytes(), sizes):
             raise TensorsWithheld(f"{order.peer} gave inputs that do not fit its receipt")
 
     async def write_computed(self, order: Audit, total_bytes: int, path: Path) -> None:
-        """Write what the audited peer has computed to a file of this size. TensorsWithheld."""
-        await self._fetch(order, order.peer, KeptTensors.COMPUTED, total_bytes, path)
+        """Write what the audited peer has computed to a file of this size. TensorsWithheld, also if
+        that takes too long: this auditor has already found other digests, and what is never shown
+        could be anything."""
+        seconds = max(order.patience_seconds, total_bytes / SLOW_UPLINK_BYTES_PER_SECOND)
+        with trio.move_on_after(seconds) as waiting:
+            await self._fetch(order, order.peer, KeptTensors.COMPUTED, total_bytes, path)
+        if waiting.cancelled_caught:
+            raise TensorsWithheld(
+                f"{order.peer} has not shown what it claims within {seconds:.1f} s"
+            )
 
     async def _write_from_neighbours(
         self, order: Audit, sources: AuditSources, sizes: SlotSizes, path: Path

@@ -495,8 +495,6 @@ class AuditSources(FrozenModel):
     """Its output is the input; None at stage 0."""
     behind: PeerId | None
     """The gradient of its input is the output's gradient; None at the last stage."""
-    patience_seconds: Seconds
-    """Seconds after which the audited peer is asked instead."""
 
 
 class Audit(FrozenModel):
@@ -521,6 +519,9 @@ class Audit(FrozenModel):
     """Empty but at the last stage."""
     claimed: Transcript | None = None
     sources: AuditSources | None = None
+    patience_seconds: Seconds
+    """Seconds after which the audited peer is asked instead of `sources`, or has withheld the
+    tensors that it claims, unless these are too large for a slow uplink."""
     permit: Envelope = ""
     """The signed `AuditPermit` to show to these peers; set by the coordinator's shell."""
     secret: Seed | None = None

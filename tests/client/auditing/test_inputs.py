@@ -17,7 +17,12 @@ import trio
 from kits.client.held_stage import member_of
 from kits.network.nodes import ANY_PORT, a_node
 from swarm_client.auditing.exchange import KeptServer, fetch_kept
-from swarm_client.auditing.inputs import AuditInputs, TensorsWithheld, inputs_fit
+from swarm_client.auditing.inputs import (
+    SLOW_UPLINK_BYTES_PER_SECOND,
+    AuditInputs,
+    TensorsWithheld,
+    inputs_fit,
+)
 from swarm_client.stage.protocol.slot_sizes import SlotSizes
 from swarm_shared.base.errors import AdmissionError, SwarmError
 from swarm_shared.base.transcript import KeptTensors
@@ -44,7 +49,7 @@ def order(*, targets: bytes = b"", gradient: bytes = b"") -> Audit:
         audit=1, step=Step(1), microbatch=MicrobatchIndex(0), stage=StageIndex(1),
         peer=PeerId("12D3KooWPeerOfThisTestThatIsAudited"), input=wire_digest(INPUT),
         output_gradient=wire_digest(gradient) if gradient else "",
-        targets=wire_digest(targets) if targets else "",
+        targets=wire_digest(targets) if targets else "", patience_seconds=20.0,
     )  # fmt: skip
 
 
@@ -160,12 +165,10 @@ async def _save(
 def hidden(found: World, *, patience_seconds: float = 20.0, last: bool = False) -> Audit:
     open_order = order(targets=TARGETS) if last else order(gradient=GRADIENT)
     sources = AuditSources(
-        before=found.peer("before"), behind=None if last else found.peer("behind"),
-        patience_seconds=patience_seconds,
-    )  # fmt: skip
-    return found.permitted(
-        open_order.model_copy(update={"peer": found.peer("audited"), "sources": sources})
+        before=found.peer("before"), behind=None if last else found.peer("behind")
     )
+    changes = {"sources": sources, "patience_seconds": patience_seconds}
+    return found.permitted(open_order.model_copy(update={"peer": found.peer("audited"), **changes}))
 
 
 OUTPUT, INPUT_GRADIENT = KeptTensors.OUTPUT, KeptTensors.INPUT_GRADIENT
@@ -229,6 +232,36 @@ async def test_an_audited_peer_without_inputs_that_fit_withholds_them(tmp_path: 
         found.given.pop("audited")
         with pytest.raises(TensorsWithheld, match="nothing is kept of it"):
             await found.fetch(hidden(found))
+
+
+async def test_an_audited_peer_that_lets_its_auditor_wait_for_the_inputs_is_left_in_time(
+    tmp_path: Path,
+) -> None:
+    """The auditor cannot tell it from a slow line, and states nothing."""
+    async with world(tmp_path) as found:
+        found.stalls.add("audited")
+        with pytest.raises(SwarmError, match="has not given the inputs in time") as error:
+            await found.fetch(hidden(found, patience_seconds=0.2))
+        assert not isinstance(error.value, TensorsWithheld)
+
+
+async def test_what_a_peer_claims_and_does_not_show_in_time_is_withheld(tmp_path: Path) -> None:
+    async with world(tmp_path) as found:
+        found.stalls.add("audited")
+        inputs = AuditInputs(found.members["auditor"], found)
+        with pytest.raises(TensorsWithheld, match=r"has not shown what it claims within 0\.2 s"):
+            await inputs.write_computed(hidden(found, patience_seconds=0.2), 8, tmp_path / "shown")
+
+
+async def test_large_tensors_have_the_time_that_a_slow_uplink_takes(tmp_path: Path) -> None:
+    async with world(tmp_path) as found:
+        found.stalls.add("audited")
+        inputs = AuditInputs(found.members["auditor"], found)
+        nbytes = int(0.4 * SLOW_UPLINK_BYTES_PER_SECOND)
+        with pytest.raises(TensorsWithheld, match=r"within 0\.4 s"):
+            await inputs.write_computed(
+                hidden(found, patience_seconds=0.1), nbytes, tmp_path / "shown"
+            )
 
 
 async def test_a_peer_that_the_roster_does_not_have_withholds_nothing(tmp_path: Path) -> None:

@@ -21,11 +21,11 @@ DIGEST = "d" * 32
 def test_a_permit_names_the_auditor_the_audited_peer_and_those_beside_it(is_hidden: bool) -> None:
     organiser = Identity.generate()
     office = TicketOffice(organiser, RunId("ab" * 32), Generation(3), cast(Any, None))
-    sources = AuditSources(before=named("before"), behind=None, patience_seconds=1.0)
+    sources = AuditSources(before=named("before"), behind=None)
     order = Audit(
         audit=7, step=Step(5), microbatch=MicrobatchIndex(2), stage=StageIndex(1),
         peer=named("audited"), input=DIGEST, output_gradient="", targets=DIGEST,
-        sources=sources if is_hidden else None,
+        sources=sources if is_hidden else None, patience_seconds=1.0,
     )  # fmt: skip
     signed = office.with_permit(order, named("auditor"))
     assert signed.model_copy(update={"permit": ""}) == order

@@ -52,6 +52,7 @@ CHEATS = {
     "another output signed": CLEARED,
     "another gradient signed": CLEARED,
     "no inputs for auditors": CLEARED,
+    "zeros, and auditors that wait": CLEARED,
     "wrong inputs for auditors": CLEARED,
     "false statements": LOSES,
     "false claim of withheld inputs": CLEARED,

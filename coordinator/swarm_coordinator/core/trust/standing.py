@@ -39,6 +39,9 @@ class Standing:
     """The latest step that `withheld` counts."""
     unaudited: int = 0
     """Cells counted since the last passed audit; not stored."""
+    lets_wait: bool = False
+    """Whether an audit of it got no answer while it was to give the inputs. Its auditors or a line
+    may have been slow, or it has let them wait: all further audits are hidden. Not stored."""
     expelled: bool = False
     """Whether the owner has lost an audit and not taken part since; not stored."""
 
@@ -63,7 +66,7 @@ class Standings:
     def change(self, owner: PeerId) -> Standing:
         """The owner's standing, to be changed: it is stored with the next step."""
         self.changed.add(owner)
-        return self._kept(owner)
+        return self.kept(owner)
 
     def takes_part(self, owner: PeerId) -> None:
         """Note that a device of the owner is attached: its next lost audit is another verdict."""
@@ -72,11 +75,12 @@ class Standings:
 
     def note_counted(self, owner: PeerId) -> Standing:
         """Note that one more cell of the owner has been counted; return the owner's standing."""
-        standing = self._kept(owner)
+        standing = self.kept(owner)
         standing.unaudited += 1
         return standing
 
-    def _kept(self, owner: PeerId) -> Standing:
+    def kept(self, owner: PeerId) -> Standing:
+        """The owner's standing, to be changed in what is not stored."""
         standing = self.owners.get(owner)
         if standing is None:
             if len(self.owners) >= MAX_OWNERS:

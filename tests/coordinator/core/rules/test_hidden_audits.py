@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from kits.swarm_world.audits import WholeAuditsOnly
 from kits.swarm_world.event_bench import Bench, joined
+from swarm_coordinator.core.rules.auditing import verdicts
 from swarm_coordinator.core.rules.auditing.auditors import AUDIT_SECONDS
 from swarm_coordinator.core.rules.closing import whole_audits
 from swarm_coordinator.core.state.phases import RunPhase
@@ -102,17 +105,58 @@ def test_the_evaluation_after_which_nothing_is_averaged_has_no_whole_audits() ->
     assert bench.run.history.heldout_loss is not None
 
 
+def opened(**options: Any) -> Bench:
+    """A run of which each cell is audited, openly."""
+    every = AuditBook(AuditSettings(audit_share=1.0, probation_cells=0), lambda: 0.0)
+    return joined(*MEMBERS, "c1", audits=every, stages=3, microbatches=1, **options)
+
+
+@pytest.mark.parametrize("last_second", [False, True])
+def test_an_audit_without_an_answer_goes_on_without_the_audited_peer(last_second: bool) -> None:
+    """Also if the close of the step ends its time; all further ones of the owner are hidden."""
+    bench = opened(steps=4)
+    bench.report("a1", 0)
+    (order,) = orders(bench, 1)
+    assert order.sources is None
+    if last_second:
+        bench.report("a2", 0)
+        bench.report("a0", 0)
+        bench.tick(verdicts.HOLD_SECONDS * 2)
+    else:
+        for _ in ("b1", "c1"):
+            bench.tick(AUDIT_SECONDS * 2)
+        bench.report("a2", 0)
+        bench.report("a0", 0)
+    again = max(orders(bench, 1), key=lambda order: order.audit)
+    assert again.sources is not None
+    assert (again.sources.before, again.sources.behind) == ("a0", "a2")
+    assert bench.run.phase is RunPhase.COLLECT
+    assert bench.run.audits.unanswered == 0
+    bench.tick(600.0)
+    bench.tick(600.0)
+    assert bench.run.audits.unanswered > 0
+    assert bench.run.phase is not RunPhase.COLLECT, "it is hidden once"
+
+
+def test_all_further_audits_of_an_owner_that_let_its_auditors_wait_are_hidden() -> None:
+    bench = opened(steps=4)
+    bench.run.audits.standings.kept(PeerId("a1")).lets_wait = True
+    bench.fill()
+    assert [order.sources is not None for order in orders(bench, 1)] == [True]
+    assert [order.sources is not None for order in orders(bench, 0)] == [False]
+
+
 def test_the_audited_peer_is_asked_after_half_the_time_that_an_auditor_has() -> None:
     bench = filled(microbatches=1, steps=4)
     (first,) = orders(bench, 1)
     assert first.sources is not None
-    assert first.sources.patience_seconds == AUDIT_SECONDS / 2
+    assert first.patience_seconds == AUDIT_SECONDS / 2
     bench = benched(microbatches=1, steps=4)
     bench.run.history.last_applied = replace(bench.applied_step(1, 1), seconds=40.0)
     bench.fill()
     (order,) = orders(bench, 1)
     assert order.sources is not None
-    assert order.sources.patience_seconds == 20.0
+    assert order.patience_seconds == 20.0
 
 
 def test_all_cells_of_a_whole_audit_go_to_machines_that_have_computed_like_the_audited_one() -> (

@@ -87,6 +87,11 @@ def contradict(bench: Bench, auditor: str, order: Audit, distance: float | None 
     bench.audited(auditor, again, false(order), distance=distance)
 
 
+def no_answer(bench: Bench, auditor: str, order: Audit) -> None:
+    """The auditor states nothing."""
+    bench.event(AuditAnswered(bench.session(auditor), PeerId(auditor), order.audit, None, ""))
+
+
 # ---------------------------------------------------------------- draws
 
 
@@ -128,9 +133,12 @@ def test_an_owner_without_a_passed_audit_for_too_long_is_audited_in_one_cell_at_
     auditor, order = the_order(bench)
     bench.report("a0", 4)
     assert not orders(bench), "one is being audited"
-    bench.event(AuditAnswered(bench.session(auditor), PeerId(auditor), order.audit, None, ""))
+    no_answer(bench, auditor, order)
+    bench.report("a1", 3)
+    no_answer(bench, *the_order(bench))
     assert bench.run.audits.unanswered == 1
     bench.report("a0", 5)
+    bench.report("a1", 5)
     auditor, order = the_order(bench)
     bench.audited(auditor, order, true(order))
     bench.report("a0", 6)
@@ -461,7 +469,7 @@ def test_no_self_test_brings_an_owner_back_that_went_on_giving_no_inputs() -> No
         auditor, order = the_order(bench)
         bench.audited(auditor, order, None)
     (refused,) = bench.sent("a0", Refused, bench.log)
-    assert ("gave no inputs" in refused.reason, refused.self_test) == (True, False)
+    assert ("gave its auditors no tensors" in refused.reason, refused.self_test) == (True, False)
     bench.attach("a0", self_tested=True)
     assert [one.self_test for one in bench.sent("a0", Refused)] == [False]
 

@@ -172,8 +172,9 @@ def test_auditors_that_confirm_a_doubt_wait_longer_for_the_peers_beside_the_memb
     """The member itself may have left, or has no reason to give them anything."""
     bench = contested()
     bench.tick(0.25)
-    confirming = {order.sources for _, order in orders(bench)[2:]}
-    assert {sources and sources.patience_seconds for sources in confirming} == {AUDIT_SECONDS}
+    confirming = [order for _, order in orders(bench)[2:]]
+    assert all(order.sources is not None for order in confirming)
+    assert {order.patience_seconds for order in confirming} == {AUDIT_SECONDS}
 
 
 def test_a_member_that_added_something_is_expelled_with_the_evidence() -> None:

@@ -194,6 +194,17 @@ def _no_inputs(module: ModuleType) -> None:
     module.KeptServer._write = refuse
 
 
+def _lets_auditors_wait(module: ModuleType) -> None:
+    """Give auditors neither tensors nor a refusal."""
+    import trio
+
+    async def wait(self: Any, remote: Any, request: Any, path: Any) -> None:
+        _lied()
+        await trio.sleep_forever()
+
+    module.KeptServer._write = wait
+
+
 def _wrong_inputs(module: ModuleType) -> None:
     """Give auditors other bytes of the right number."""
     honest = module.KeptServer._write
@@ -572,6 +583,15 @@ def _paced(module: ModuleType) -> None:
     module.ForwardPasses.run = run
 
 
+def _audits_nothing(module: ModuleType) -> None:
+    """Refuse all orders to audit, as a machine that is paused: no audit by it shows its lies."""
+
+    def able(self: Any, order: Any) -> Any:
+        raise module.SwarmError("this peer audits nothing at present")
+
+    module.Auditor._able = able
+
+
 def _audits_nothing_unwatched(module: ModuleType) -> None:
     """Audit nothing as long as the run is unwatched, as a machine that is paused."""
     honest = module.Auditor._able
@@ -666,6 +686,11 @@ CHEATS: dict[str, tuple[tuple[str, Patch], ...]] = {
     "another output signed": ((RUNNER, _other_output_signed),),
     "another gradient signed": ((RUNNER, _other_gradient_signed),),
     "no inputs for auditors": ((EXCHANGE, _no_inputs),),
+    "zeros, and auditors that wait": (
+        (RUNNER, _scaled(0.0, ends=True)),
+        (EXCHANGE, _lets_auditors_wait),
+        (AUDITOR, _audits_nothing),
+    ),
     "wrong inputs for auditors": ((EXCHANGE, _wrong_inputs),),
     "false statements": ((AUDITOR, _false_statements),),
     "false claim of withheld inputs": ((AUDITOR, _false_withheld),),

@@ -126,6 +126,7 @@ def ask(
             targets=claimed.output if is_last else "",
             claimed=claimed if compares else None,
             sources=_sources(run, step, audit) if audit.hidden else None,
+            patience_seconds=_patience_seconds(run, step, audit, compares=compares),
             secret=audit.secret or None,
         ),
     )
@@ -148,19 +149,22 @@ def _beside(run: RunState, step: StepState, audit: OpenAudit) -> dict[StageIndex
 
 
 def _sources(run: RunState, step: StepState, audit: OpenAudit) -> AuditSources | None:
-    """The peers that give the inputs of a hidden audit; None if one of them is gone.
-
-    The auditor waits for them half of its time, and then asks the audited peer. In a contest it
-    waits all of its time: the audited peer may have left, or give nothing.
-    """
+    """The peers that give the inputs of a hidden audit; None if one of them is gone."""
     beside = _beside(run, step, audit)
     if beside is None or not run.peers.keys() >= set(beside.values()):
         return None
     return AuditSources(
         before=beside.get(StageIndex(audit.stage - 1)),
         behind=beside.get(StageIndex(audit.stage + 1)),
-        patience_seconds=answer_seconds(run, step) * (1.0 if audit.confirms else 0.5),
     )
+
+
+def _patience_seconds(run: RunState, step: StepState, audit: OpenAudit, *, compares: bool) -> float:
+    """Seconds for which the auditor waits for the peers beside the audited one, and for what the
+    audited one claims: half of its time. In a contest it waits all of its time for the inputs: the
+    audited peer may have left, or give nothing."""
+    waits_on = audit.confirms and not compares
+    return answer_seconds(run, step) * (1.0 if waits_on else 0.5)
 
 
 def answer_seconds(run: RunState, step: StepState) -> float:

@@ -81,7 +81,8 @@ def counted(run: RunState, step: StepState, cell: CellKey, now: float) -> None:
         if drawn or secret:
             # Hidden unless drawn: a member that saw all of its cells audited would know that it is
             # audited whole.
-            begin_audit(run, step, audit_of(run, step, cell, now, secret, hidden=not drawn), now)
+            hidden = not drawn or run.audits.standings.get(owner_of(peer)).lets_wait
+            begin_audit(run, step, audit_of(run, step, cell, now, secret, hidden=hidden), now)
     if step.audits.open:
         _resume_hidden_audits(run, step, cell, now)
 
@@ -302,9 +303,27 @@ def _proceed(run: RunState, step: StepState, audit: OpenAudit, now: float) -> No
         if candidates:
             auditors.ask_one_of(run, step, audit, candidates, now)
             return
+        if _is_to_be_hidden(run, audit):
+            _hide(run, step, audit, now)
+            return
     del step.audits.open[audit.key]
     _conclude(run, step, audit, result, now)
     _settle_broken(run, step, audit.microbatch, now)
+
+
+def _is_to_be_hidden(run: RunState, audit: OpenAudit) -> bool:
+    """Whether an audit that gets no answer goes on without the audited peer, which may let its
+    auditors wait for the inputs; other audits of its owner may have taken all of their time."""
+    waited = bool(audit.asked) or run.audits.standings.get(audit.owner).lets_wait
+    return waited and not audit.hidden and not audit.votes
+
+
+def _hide(run: RunState, step: StepState, audit: OpenAudit, now: float) -> None:
+    """Begin an audit anew, hidden as all further ones of its owner."""
+    run.audits.standings.kept(audit.owner).lets_wait = True
+    audit.hidden, audit.order, audit.opened_at = True, None, now
+    audit.asked.clear()
+    _proceed(run, step, audit, now)
 
 
 # ---------------------------------------------------------------- outcomes
@@ -393,15 +412,15 @@ def _withheld(run: RunState, step: StepState, audit: OpenAudit, now: float) -> N
         standing.withheld, standing.withheld_step = standing.withheld + 1, step.step
     peer = run.peers.get(audit.peer)
     if peer is not None:
-        run.note(f"{display(peer)} gave no inputs of {_cell_text(step, audit)}", peer.peer)
+        run.note(
+            f"{display(peer)} gave its auditors no tensors of {_cell_text(step, audit)}", peer.peer
+        )
         held_up.charge(run, peer, audit.opened_at, now, now)
     for cell in step.table.held_by(audit.peer):
         cleared_cells.clear_cell(run, step, cell)
     run.audits.withholding.add(audit.peer)
     if standing.withheld > MAX_WITHHELD:
-        reason = (
-            f"its audits failed in {standing.withheld} steps: it gave no inputs to its auditors"
-        )
+        reason = f"its audits failed in {standing.withheld} steps: it gave its auditors no tensors"
         _expel(run, audit.peer, audit.owner, reason, now)
 
 
@@ -413,8 +432,8 @@ def _undecided(run: RunState, step: StepState, audit: OpenAudit, now: float) -> 
     differs = any(vote.finding is Finding.DIFFERS for vote in audit.votes)
     run.note(
         f"{_cell_text(step, audit)} is computed again: its auditors "
-        f"{'contradict' if differs else 'got no inputs from'} {short(audit.peer)}, and no majority "
-        f"decides",
+        f"{'contradict' if differs else 'got no tensors from'} {short(audit.peer)}, and no "
+        f"majority decides",
         audit.peer,
     )
     _clear(run, step, audit)
@@ -598,6 +617,10 @@ def delay_close(run: RunState, step: StepState, complete_at: float, now: float) 
         since = max(complete_at, audit.opened_at)
         factor = DISPUTE_FACTOR if disputed else HIDDEN_FACTOR if audit.hidden else 1.0
         if now < since + wait * factor:
+            waiting = True
+            continue
+        if _is_to_be_hidden(run, audit):
+            _hide(run, step, audit, now)
             waiting = True
             continue
         del step.audits.open[audit.key]
