@@ -152,11 +152,11 @@ class StageWorker:
         self, step: Step, microbatch: MicrobatchIndex, path: Path, tensors: KeptTensors
     ) -> None:
         """Write tensors of a microbatch in the accumulator to a file. RequestFailed:
-        unknown_microbatch when it is not kept."""
+        unknown_microbatch when it is not kept. Cancelling the call discards it."""
         request = messages.SaveKept(
             step=step, microbatch=microbatch, path=str(path), tensors=tensors
         )
-        await self._rpc.call(request, messages.Done)
+        await self._rpc.call(request, messages.Done, on_cancel=messages.Discard)
 
     async def audit(
         self, step: Step, microbatch: MicrobatchIndex, inputs: Path, computed: Path | None,
