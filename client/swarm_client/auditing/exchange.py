@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from functools import partial
 from pathlib import Path
 
 import trio
@@ -34,6 +35,7 @@ from swarm_shared.protocol import (
     encode,
     parse,
 )
+from swarm_shared.transfer.places import Places
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +47,9 @@ PART_SECONDS = 30.0
 """Longest time for one part of 1 MiB, as in a transfer."""
 COMPUTING_SECONDS = 120.0
 """Longest time for the first part: a microbatch may have to be computed again for it."""
+TURN_SECONDS = 60.0
+"""Longest time of a request while another one waits: half of what an auditor waits for the first
+part."""
 MAX_SERVED = 4
 """Requests served at a time; each has one file."""
 MAX_STREAMS_PER_PEER = 4
@@ -56,7 +61,7 @@ class KeptServer:
     def __init__(self, member: MemberContext, pipeline: Pipeline, folder: Path) -> None:
         self._member, self._pipeline, self._folder = member, pipeline, folder
         self._numbers = itertools.count()
-        self._slots = trio.Semaphore(MAX_SERVED)
+        self._places = Places(MAX_SERVED, TURN_SECONDS)
         self._permits = PermitCheck(member)
         member.node.serve(
             AUDIT_PROTOCOL, self.handle, SERVING_LIMITS, max_streams_per_peer=MAX_STREAMS_PER_PEER
@@ -67,9 +72,7 @@ class KeptServer:
         path = self._folder / f"kept-{next(self._numbers)}"
         try:
             request = await self._request(stream)
-            async with self._slots:
-                await self._write(stream.remote, request, path)
-                await _send_file(stream, path)
+            await self._places.run(partial(self._serve, stream, request, path))
         except (NetworkError, ProtocolError):
             raise
         except (SwarmError, OSError) as error:
@@ -90,6 +93,11 @@ class KeptServer:
         if not isinstance(request, KeptRequest):
             raise ProtocolError(f"{stream.remote} sent {request.kind} instead of a request")
         return request
+
+    async def _serve(self, stream: FramedStream, request: KeptRequest, path: Path) -> bool:
+        await self._write(stream.remote, request, path)
+        await _send_file(stream, path)
+        return True
 
     async def _write(self, remote: PeerId, request: KeptRequest, path: Path) -> None:
         permit, stage = self._permits.use(remote, request)

@@ -127,9 +127,16 @@ class Home:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise StorageError(
-                    f"another swarm-client is running in {self.path}; stop it first (Ctrl-C "
-                    "or `swarm-client shutdown`), or give this one a folder of its own with --home"
+                    f"another swarm-client is running in {self.path}, here or on another machine "
+                    "that has this folder; stop it first (Ctrl-C or `swarm-client shutdown` "
+                    "there), or give this one a folder of its own with --home"
                 ) from None
+            except OSError as error:
+                raise StorageError(
+                    f"{path} cannot be locked ({error.strerror}), so that two clients could have "
+                    "one identity: its file system has no locks; choose a folder on another one "
+                    "with --home"
+                ) from error
             yield
         finally:
             os.close(handle)

@@ -101,15 +101,15 @@ class Lookahead:
         self._newest: set[MicrobatchIndex] = set()
         self._before: set[MicrobatchIndex] = set()
         self._newest_step = Step(0)
-        self._oldest_step = Step(0)
+        self._oldest_step = Step(1)
         """The oldest step of which something is expected: leases of earlier ones are void."""
 
     def expect(self, step: Step, indices: Sequence[MicrobatchIndex], *, heldout: bool) -> None:
-        """Record a lease."""
+        """Record leased microbatches, which are all of one kind."""
         if step < self._oldest_step:
             return
         self._leased.update(dict.fromkeys(Sample(step, index, heldout) for index in indices))
-        if heldout or step < self._newest_step:
+        if heldout or not indices or step < self._newest_step:
             return
         if step > self._newest_step:
             self._before = self._newest if step == self._newest_step + 1 else set()

@@ -75,11 +75,13 @@ class RunSamples:
     # ---- ahead of need
 
     def expect(self, lease: Lease) -> None:
-        """Fetch ahead for the microbatches of a lease that was accepted."""
+        """Fetch ahead for the microbatches of a lease that was accepted. Those that the run does
+        not have are left to `drawn`, which fails for them alone."""
         indices = [leased.microbatch for leased in lease.microbatches]
-        # A step is evaluated when all are trained: a lease is of one kind.
-        heldout = any(index in self._heldout for index in indices)
-        self._lookahead.expect(lease.step, indices, heldout=heldout)
+        training = [index for index in indices if index < self._heldout.start]
+        heldout = [index for index in indices if index in self._heldout]
+        self._lookahead.expect(lease.step, training, heldout=False)
+        self._lookahead.expect(lease.step, heldout, heldout=True)
         self._fetch_ahead()
 
     def over(self, oldest: Step | None) -> None:

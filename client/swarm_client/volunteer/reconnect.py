@@ -47,6 +47,9 @@ if TYPE_CHECKING:
 
 FIRST_BACKOFF_SECONDS = 0.5
 """First pause before a new attempt; doubled with each failure."""
+GOODBYE_SECONDS = 60.0
+"""Longest wait for the coordinator to agree that this volunteer leaves until it is resumed; then
+the session is ended without that, and a paused machine's memory is its user's."""
 MAXIMUM_BACKOFF_SECONDS = 7.0
 """Longest pause between attempts. With 20 % jitter a coordinator that returns is found
 within 10 s."""
@@ -109,7 +112,13 @@ class Attachment:
         """Leave in order, and attach again when there is a reason to."""
         self._leaving_until_resumed = True
         self.send(Leaving())
+        self._bound_leaving()
         self._attach_now.set()
+
+    def _bound_leaving(self) -> None:
+        """End the present session in time, whatever the coordinator does."""
+        if self._scope is not None and self._leaving_until_resumed:
+            self._scope.deadline = trio.current_time() + GOODBYE_SECONDS
 
     async def fall_asleep(self, seconds: float) -> None:
         """Ask to leave, and end the session when the coordinator agrees or `seconds` are over: it
@@ -254,6 +263,7 @@ class Attachment:
                 )
                 if self.leaving or self._leaving_until_resumed or not self._awake.is_set():
                     session.send(Leaving())
+                self._bound_leaving()
                 if not welcome.keep:
                     nursery.start_soon(volunteer.join_run, welcome)
                 while not self.finished:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import trio
@@ -33,8 +34,10 @@ class SnapshotStore:
     """The stage snapshots in this volunteer's folder, and the catalogue of those that are
     served."""
 
-    def __init__(self, home: Home, run: RunId) -> None:
+    def __init__(self, home: Home, run: RunId, claim_disk: Callable[[int], None]) -> None:
+        """`claim_disk` raises StorageError when so many bytes more may not be written."""
         self._folder = home.state_folder(run)
+        self._claim_disk = claim_disk
         self.bases = BaseFiles(self._folder)
         self._served: dict[str, Path] = {}
 
@@ -63,17 +66,22 @@ class SnapshotStore:
             raise StorageError(f"this peer is at version {holding.version} now")
         path = self._folder / f"{request.version:08d}-{request.stage}.safetensors"
         if item not in self._served:
+            self._keep(KEPT_SNAPSHOTS - 1)
+            self._claim_disk(holding.worker.state_bytes)
             await holding.worker.save_state(path, request.version)
         digest, size = await trio.to_thread.run_sync(_hash_file, path)
         faults.inject_outage(FaultPoint.CHECKPOINT, request.version)
         faults.corrupt_file(FaultPoint.CHECKPOINT, request.version, path)
         self._served[item] = path
-        while len(self._served) > KEPT_SNAPSHOTS:
-            oldest = next(iter(self._served))
-            self._served.pop(oldest).unlink(missing_ok=True)
         return SnapshotReady(
             version=request.version, stage=request.stage, item=item, bytes=size, sha256=digest
         )
+
+    def _keep(self, count: int) -> None:
+        """Delete the oldest snapshots until there are no more than `count`."""
+        while len(self._served) > count:
+            oldest = next(iter(self._served))
+            self._served.pop(oldest).unlink(missing_ok=True)
 
     def fetched_path(self, assignment: AssignStage) -> Path:
         """Return the path to which an assigned snapshot is downloaded."""

@@ -71,7 +71,7 @@ class Volunteer:
         self.admitted = trio.Event()
         self.news: RunNews | None = None
         self._heartbeat_delta = HeartbeatDelta(heartbeat_seconds=1.0)
-        self._snapshots = SnapshotStore(context.home, invite.run_id)
+        self._snapshots = SnapshotStore(context.home, invite.run_id, context.claim_disk)
         self._spare = WarmWorker(context.options.threads, context.home.log_folder / "worker.log")
         context.nursery.start_soon(self._spare.run)
         self._own_transport_only = False

@@ -32,6 +32,9 @@ RELAY_HEAD_START_SECONDS: Final = 1.0
 """Head start of the direct addresses over relays: about three transoceanic round trips."""
 MAX_ADDRESSES_DIALLED: Final = 16
 MAX_CIRCUITS_DIALLED: Final = 4
+MAX_ATTEMPTS: Final = 256
+"""Addresses dialled at once, of all peers together; further ones wait. A roster can name any number
+of hosts."""
 
 
 class Dialer:
@@ -45,6 +48,7 @@ class Dialer:
         self._relays = relays
         self._puncher = puncher
         self._locks: dict[PeerId, trio.Lock] = {}
+        self._attempts = trio.Semaphore(MAX_ATTEMPTS)
 
     async def connect(
         self,
@@ -108,7 +112,8 @@ class Dialer:
         async def dial(target: Multiaddr, failed: trio.Event) -> None:
             nonlocal running
             try:
-                await self._dial_direct(peer, target, from_listening_port)
+                async with self._attempts:
+                    await self._dial_direct(peer, target, from_listening_port)
             except NetworkError as error:
                 failures.append((str(target), _reason(error, str(target))))
                 failed.set()

@@ -7,16 +7,14 @@ from collections.abc import Awaitable, Callable
 
 import trio
 
-TURN_SECONDS = 15.0
-"""Longest time of an answer while another one waits: half of what a requester waits for it."""
-
 
 class Places:
-    """Places of answers. While others wait, the ones that were begun first have TURN_SECONDS each:
-    requesters that read nothing keep no place from those that do."""
+    """Places of answers. While others wait, the ones that were begun first have `turn_seconds`
+    each: requesters that read nothing keep no place from those that do."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, turn_seconds: float) -> None:
         self._free = trio.Semaphore(count)
+        self._turn_seconds = turn_seconds
         self._begun: dict[trio.CancelScope, float] = {}
         """Answers that have a place, with their beginning, the oldest first."""
         self._waiting = 0
@@ -48,4 +46,4 @@ class Places:
 
     def _set_deadlines(self) -> None:
         for place, (scope, begun) in enumerate(self._begun.items()):
-            scope.deadline = begun + TURN_SECONDS if place < self._waiting else math.inf
+            scope.deadline = begun + self._turn_seconds if place < self._waiting else math.inf

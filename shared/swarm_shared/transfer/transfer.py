@@ -8,7 +8,8 @@ Owns TRANSFER_PROTOCOL at both ends. One stream serves one requester, one chunk 
                          ends it
 
 A fetch takes chunks of 1 MiB from all sources at once. A source that dies, sends wrong data or
-stalls is dropped and its chunks go to the others. Only the hash of the whole, which comes from the
+stalls is dropped and its chunks go to the others; at the end a source that has nothing left to do
+is asked for what another one has not given yet. Only the hash of the whole, which comes from the
 signed manifest or the coordinator, is trusted: when many sources together gave a wrong whole, each
 is tried alone, the fastest first, so that one dishonest source cannot stop a download that an
 honest peer could serve.
@@ -81,8 +82,13 @@ SEND_SECONDS = 120.0
 STALL_SECONDS = 30.0
 """Longest time for one chunk of 1 MiB: in 30 s that is 35 kB/s, and a slower source is not worth
 waiting for."""
+TAKEOVER_SECONDS = 3.0
+"""Seconds after which a source that has nothing left to do is asked for chunks that others have not
+given: one source could hold up the end of each download, and so each joining peer, for minutes."""
 REQUESTS_IN_FLIGHT = 4
 """Requests per source; 4 MiB in flight fill a 100 Mbit/s link at 300 ms."""
+TURN_SECONDS = 15.0
+"""Longest time of an answer while another one waits: half of what a requester waits for it."""
 MAX_CHUNK_ANSWERS = 256
 """Answers with chunks of files in memory at once: 256 MiB. Further requests wait. A stream between
 two requests holds no memory."""
@@ -156,8 +162,8 @@ class _Server:
     def __init__(self, catalogue: Catalogue, leaves: LeafFiles | None) -> None:
         self._catalogue = catalogue
         self._leaves = leaves
-        self._chunk_answers = Places(MAX_CHUNK_ANSWERS)
-        self._leaf_answers = Places(MAX_LEAF_ANSWERS)
+        self._chunk_answers = Places(MAX_CHUNK_ANSWERS, TURN_SECONDS)
+        self._leaf_answers = Places(MAX_LEAF_ANSWERS, TURN_SECONDS)
 
     async def serve(self, stream: FramedStream) -> None:
         """Answer until the stream ends, is refused, or has to give way to others."""
@@ -239,8 +245,13 @@ class _Fetch:
     part: PartFile
     progress: Progress | None
     stall_seconds: float
+    takeover_seconds: float
     open_chunks: list[int] = field(default_factory=list)
+    """The chunks that no source is asked for, the next one last."""
+    awaited: set[int] = field(default_factory=set)
+    """The chunks that have not arrived."""
     missing: int = 0
+    """Number of chunks that are not written."""
     received_bytes: int = 0
     changed: trio.Event = field(default_factory=trio.Event)
     failures: dict[PeerId, str] = field(default_factory=dict)
@@ -251,6 +262,7 @@ class _Fetch:
         self.open_chunks = [i for i in range(self.part.chunks) if i not in present]
         # Taken from the end: reversed, so that the file fills from its beginning.
         self.open_chunks.reverse()
+        self.awaited = set(self.open_chunks)
         self.missing = len(self.open_chunks)
         self.received_bytes = sum(self.part.chunk_bytes(i) for i in present)
         self.report()
@@ -259,7 +271,36 @@ class _Fetch:
         if self.progress is not None:
             self.progress(self.received_bytes, self.part.total_bytes)
 
-    def notify(self) -> None:
+    def next_chunk(self) -> int | None:
+        """Take a chunk that no source is asked for; None if there is none."""
+        while self.open_chunks:
+            if (index := self.open_chunks.pop()) in self.awaited:
+                return index
+        return None
+
+    def put_back(self, requested: Sequence[int]) -> None:
+        """Give back the chunks that a source was asked for and has not given."""
+        self.open_chunks.extend(reversed(requested))
+        self._notify()
+
+    async def wait_for_chunks(self) -> bool:
+        """Wait until there may be chunks that no source is asked for; False where that takes
+        `takeover_seconds`."""
+        with trio.move_on_after(self.takeover_seconds):
+            await self.changed.wait()
+            return True
+        return False
+
+    def written(self, source: PeerId, size_bytes: int) -> None:
+        """Record a chunk that is in the file now."""
+        self.missing -= 1
+        self.received_bytes += size_bytes
+        self.chunks_from[source] += 1
+        self.report()
+        if not self.missing:
+            self._notify()
+
+    def _notify(self) -> None:
         self.changed.set()
         self.changed = trio.Event()
 
@@ -276,6 +317,7 @@ async def fetch(
     progress: Progress | None = None,
     *,
     stall_seconds: float = STALL_SECONDS,
+    takeover_seconds: float = TAKEOVER_SECONDS,
 ) -> None:
     """Bring `item` to `destination`, whole and with this hash; resumes what is there already.
 
@@ -287,7 +329,7 @@ async def fetch(
         if progress is not None:
             progress(total_bytes, total_bytes)
         return
-    work = _Fetch(node, item, hello, part, progress, stall_seconds)
+    work = _Fetch(node, item, hello, part, progress, stall_seconds, takeover_seconds)
     try:
         work.begin(await in_thread(part.open))
         await _fetch_and_verify(work, sources)
@@ -357,39 +399,33 @@ async def _use_source(work: _Fetch, source: TransferSource) -> None:
     except (NetworkError, ProtocolError, AdmissionError) as error:
         work.failures[source.peer] = str(error)
         log.info("%s: %s is not used any more: %s", work.item, source.peer, error)
-        work.open_chunks.extend(reversed(requested))
-        work.notify()
+        work.put_back(requested)
 
 
 async def _fetch_chunks(work: _Fetch, stream: FramedStream, requested: list[int]) -> None:
     while work.missing:
-        while work.open_chunks and len(requested) < REQUESTS_IN_FLIGHT:
-            index = work.open_chunks.pop()
+        while len(requested) < REQUESTS_IN_FLIGHT and (index := work.next_chunk()) is not None:
             requested.append(index)
-            await stream.send(
-                encode(
-                    ChunkRequest(
-                        item=work.item,
-                        offset=index * CHUNK_BYTES,
-                        bytes=work.part.chunk_bytes(index),
-                    )
-                ),
-                timeout_seconds=work.stall_seconds,
-            )
-        if not requested:
-            # Other sources have the remaining chunks; if one fails, its chunks come back.
-            await work.changed.wait()
-            continue
-        index = requested[0]
-        content, digest = await _receive_chunk(work, stream, index)
-        await in_thread(work.part.write, index, content, digest)
-        requested.pop(0)
-        work.missing -= 1
-        work.received_bytes += len(content)
-        work.chunks_from[stream.remote] += 1
-        work.report()
-        if not work.missing:
-            work.notify()
+            await _request_chunk(work, stream, index)
+        if not requested and not await work.wait_for_chunks():
+            for index in sorted(work.awaited)[:REQUESTS_IN_FLIGHT]:
+                requested.append(index)
+                await _request_chunk(work, stream, index)
+        if requested:
+            index = requested[0]
+            content, digest = await _receive_chunk(work, stream, index)
+            if index in work.awaited:
+                work.awaited.remove(index)
+                await in_thread(work.part.write, index, content, digest)
+                work.written(stream.remote, len(content))
+            requested.pop(0)
+
+
+async def _request_chunk(work: _Fetch, stream: FramedStream, index: int) -> None:
+    request = ChunkRequest(
+        item=work.item, offset=index * CHUNK_BYTES, bytes=work.part.chunk_bytes(index)
+    )
+    await stream.send(encode(request), timeout_seconds=work.stall_seconds)
 
 
 async def _receive_chunk(work: _Fetch, stream: FramedStream, index: int) -> tuple[bytearray, str]:

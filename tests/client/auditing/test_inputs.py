@@ -13,10 +13,17 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import trio
+import trio.testing
 
 from kits.client.held_stage import member_of
 from kits.network.nodes import ANY_PORT, a_node
-from swarm_client.auditing.exchange import KeptServer, fetch_kept
+from swarm_client.auditing import exchange
+from swarm_client.auditing.exchange import (
+    FETCHING_LIMITS,
+    MAX_SERVED,
+    KeptServer,
+    fetch_kept,
+)
 from swarm_client.auditing.inputs import (
     SLOW_UPLINK_BYTES_PER_SECOND,
     AuditInputs,
@@ -30,7 +37,15 @@ from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
 from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.signing import encode_envelope
 from swarm_shared.identity.work_statements import AuditPermit, wire_digest
-from swarm_shared.protocol import Audit, AuditSources, KeptRequest
+from swarm_shared.protocol import (
+    AUDIT_PROTOCOL,
+    PART_BYTES,
+    Audit,
+    AuditSources,
+    KeptRequest,
+    TransferHello,
+    encode,
+)
 
 RUN = "ab" * 32
 ORGANISER, STRANGER = (Identity.from_seed(letter * 32) for letter in (b"o", b"s"))
@@ -305,3 +320,28 @@ async def test_a_permit_is_good_for_each_kind_of_tensors_once(tmp_path: Path) ->
                 await found.request("audited", permit, tensors)
         await found.request("audited", hidden(found).permit, KeptTensors.INPUTS)
         assert len(found.asked) == 3
+
+
+async def test_an_auditor_that_reads_nothing_keeps_no_other_one_from_its_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The audited peer would count as one that gives auditors nothing."""
+    monkeypatch.setattr(exchange, "TURN_SECONDS", 0.1)
+    async with world(tmp_path, audited=ALL.ljust(8 * PART_BYTES)) as found:
+        idle, holder = found.members["auditor"], found.members["audited"].node
+        for number in range(MAX_SERVED):
+            permit = hidden(found).permit
+            stream = await idle.node.open_stream(
+                holder.peer_id, AUDIT_PROTOCOL, FETCHING_LIMITS, holder.addresses
+            )
+            await stream.send(encode(TransferHello(run=RUN, certificate="Y2VydA==")))
+            await stream.send(encode(KeptRequest(permit=permit, tensors=KeptTensors.COMPUTED)))
+            while len(found.asked) == number:
+                await trio.testing.wait_all_tasks_blocked()
+        other = found.members["behind"]
+        permit = found.permitted(hidden(found), auditor=other.node.peer_id).permit
+        request = KeptRequest(permit=permit, tensors=KeptTensors.COMPUTED)
+        with trio.fail_after(exchange.PART_SECONDS / 2):
+            await fetch_kept(
+                other, other.roster[holder.peer_id], request, 8 * PART_BYTES, tmp_path / "kept"
+            )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
 from pathlib import Path
 
 import pytest
@@ -35,3 +38,20 @@ def test_a_folder_in_the_place_of_a_file_is_reported_in_a_sentence(
     (home.path / name).mkdir()
     with pytest.raises(StorageError, match="there is a folder of that name"), home.locked():
         write_log(home)
+
+
+def test_a_folder_that_cannot_be_locked_is_no_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network's file system without a lock service refuses; another machine may work there."""
+
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    home = Home.create(tmp_path / "h")
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with (
+        pytest.raises(StorageError, match="has no locks; choose a folder on another"),
+        home.locked(),
+    ):
+        pytest.fail("it is not locked")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import trio
 
 from client.pipeline.test_downstream import OneSample, RecordingCoordinator, lease
@@ -13,7 +14,9 @@ from kits.waiting import until
 from swarm_client.control.status_document import SuspendReason
 from swarm_client.control.status_sentence import Suspension
 from swarm_client.pipeline.trainer import Trainer
+from swarm_client.volunteer import reconnect
 from swarm_client.volunteer.pause import GRACE_SECONDS
+from swarm_client.volunteer.volunteer import Volunteer
 from swarm_shared.base.types import MicrobatchIndex, Step
 
 
@@ -148,6 +151,30 @@ async def test_a_long_pause_ends_the_session_in_order_and_its_end_begins_another
         s.volunteer.resume()
         await s.script.sessions(2)
         assert s.script.hellos[1].stage is None
+        await s.until(lambda: s.volunteer.attachment.session is not None)
+
+
+async def test_a_long_pause_gives_the_stage_up_whether_the_coordinator_agrees_or_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would keep the memory of a paused machine, and have it close steps."""
+    monkeypatch.setattr(reconnect, "GOODBYE_SECONDS", 0.1)
+    given_up = trio.Event()
+
+    async def give_up_stage(_: Volunteer) -> None:
+        given_up.set()
+
+    monkeypatch.setattr(Volunteer, "give_up_stage", give_up_stage)
+    async with scene(tmp_path, long_pause_seconds=GRACE_SECONDS + 0.1) as s:
+        await s.until(lambda: s.volunteer.attachment.session is not None)
+        s.script.lets_go = False
+        s.volunteer.suspend(SuspendReason.ON_BATTERIES)
+        await s.until(lambda: s.script.leaving == 1)
+        await s.until(lambda: s.volunteer.attachment.session is None)
+        await s.until(given_up.is_set)
+        s.script.lets_go = True
+        s.volunteer.resume()
+        await s.script.sessions(2)
         await s.until(lambda: s.volunteer.attachment.session is not None)
 
 

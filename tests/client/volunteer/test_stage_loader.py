@@ -84,7 +84,7 @@ def test_version_0_of_a_run_with_a_beginning_is_the_file_that_the_manifest_names
 
 async def test_a_run_with_a_beginning_starts_at_no_parameters_from_the_seed(tmp_path: Path) -> None:
     manifest = beginning_with(7)
-    snapshots = SnapshotStore(Home.create(tmp_path / "home"), RUN)
+    snapshots = SnapshotStore(Home.create(tmp_path / "home"), RUN, lambda _: None)
     loader = StageLoader(
         cast(Any, 0), member_of(RUN, manifest), snapshots, cast(Any, 0), NO_COORDINATOR
     )
@@ -126,7 +126,7 @@ async def test_a_download_shows_its_progress_while_it_lasts(
             lines.append(line)
             shown.append(loader.download)
 
-        snapshots = SnapshotStore(Home.create(tmp_path / "home"), RUN)
+        snapshots = SnapshotStore(Home.create(tmp_path / "home"), RUN, lambda _: None)
         snapshots.clear()
         context = SimpleNamespace(node=node, report=report, claim_disk=lambda size_bytes: None)
         loader = StageLoader(
@@ -196,7 +196,7 @@ async def test_a_worker_starts_with_what_is_frozen_which_is_fetched_once(
 
         def loader_of(manifest: Manifest) -> StageLoader:
             """That of a process which starts now."""
-            snapshots = SnapshotStore(home, RUN)
+            snapshots = SnapshotStore(home, RUN, lambda _: None)
             snapshots.clear()
             return StageLoader(
                 cast(Any, context), member_of(RUN, manifest), snapshots,

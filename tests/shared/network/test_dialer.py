@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
+from functools import partial
 
 import pytest
 import trio
@@ -224,3 +225,30 @@ async def test_who_does_not_listen_is_told_nothing_of_its_address() -> None:
         await source.connect(target.peer_id, target.addresses, from_listening_port=True)
         assert source.observed_address(target.peer_id) is None
         assert source._own.punchable() == []
+
+
+async def test_no_more_addresses_are_dialled_at_once_than_the_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A coordinator's roster can name any number of members, and any machine as theirs."""
+    monkeypatch.setattr(dialer, "MAX_ATTEMPTS", 3)
+    arrived = 0
+
+    async def count(stream: trio.SocketStream) -> None:
+        nonlocal arrived
+        arrived += 1
+        await trio.sleep_forever()
+
+    async with a_node() as source, trio.open_nursery() as nursery:
+        listeners = await nursery.start(partial(trio.serve_tcp, count, 0, host="127.0.0.1"))
+        address = f"/ip4/127.0.0.1/tcp/{listeners[0].socket.getsockname()[1]}"
+
+        async def dial() -> None:
+            with pytest.raises(LinkTimeout):
+                await source.connect(Identity.generate().peer_id, [address], 0.5)
+
+        async with trio.open_nursery() as dialling:
+            for _ in range(12):
+                dialling.start_soon(dial)
+        assert arrived == 3
+        nursery.cancel_scope.cancel()

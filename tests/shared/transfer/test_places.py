@@ -8,9 +8,9 @@ from functools import partial
 import trio
 import trio.testing
 
-from swarm_shared.transfer.places import TURN_SECONDS, Places
+from swarm_shared.transfer.places import Places
 
-TURN = round(TURN_SECONDS)
+TURN = 15
 
 
 def on_virtual_time(body: Callable[[], Awaitable[None]]) -> None:
@@ -26,13 +26,13 @@ def test_an_answer_takes_as_long_as_it_likes_while_no_other_one_waits() -> None:
     ended: list[bool] = []
 
     async def body() -> None:
-        places = Places(2)
+        places = Places(2, TURN)
 
         async def run(seconds: float) -> None:
             ended.append(await places.run(partial(takes, seconds)))
 
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(run, 10 * TURN_SECONDS)
+            nursery.start_soon(run, 10.0 * TURN)
             for _ in range(20):
                 await run(1.0)
 
@@ -44,7 +44,7 @@ def test_as_many_give_way_as_wait_and_those_that_were_begun_first() -> None:
     ended: dict[str, tuple[bool, int]] = {}
 
     async def body() -> None:
-        places, begun = Places(3), trio.current_time()
+        places, begun = Places(3, TURN), trio.current_time()
 
         async def run(name: str, seconds: float) -> None:
             done = await places.run(partial(takes, seconds))

@@ -28,7 +28,7 @@ from swarm_shared.protocol import (
     parse,
     transfer_messages,
 )
-from swarm_shared.transfer import part_file, places, transfer
+from swarm_shared.transfer import part_file, transfer
 from swarm_shared.transfer.part_file import CHUNK_BYTES, PartFile
 from swarm_shared.transfer.source import TransferSource
 from swarm_shared.transfer.transfer import (
@@ -195,6 +195,21 @@ async def test_a_source_that_stalls_is_dropped(tmp_path: Path) -> None:
         await net.fetch(sources, content, stall_seconds=0.3)
 
 
+async def test_a_source_that_gives_the_last_chunks_late_holds_nothing_up(tmp_path: Path) -> None:
+    """It would never be late enough to be dropped, and each joining peer would be."""
+    content = content_of(6 * CHUNK_BYTES)
+    asked = trio.Event()
+
+    async def wait(request: ChunkRequest, stream: FramedStream) -> None:
+        asked.set()
+        await trio.sleep_forever()
+
+    async with network(tmp_path) as net:
+        sources = [await net.impostor(liar(wait)), await net.holder(content)]
+        await net.fetch(sources, content, stall_seconds=3600.0, takeover_seconds=0.0)
+        assert asked.is_set()
+
+
 @pytest.mark.parametrize("lie", ["hash", "size", "short", "other chunk"])
 async def test_a_source_whose_chunk_is_wrong_is_dropped(tmp_path: Path, lie: str) -> None:
     content = content_of(4 * CHUNK_BYTES)
@@ -352,7 +367,7 @@ async def test_peers_that_keep_streams_open_keep_no_other_one_from_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: bool
 ) -> None:
     monkeypatch.setattr(transfer, "MAX_CHUNK_ANSWERS", 3)
-    monkeypatch.setattr(places, "TURN_SECONDS", 0.3)
+    monkeypatch.setattr(transfer, "TURN_SECONDS", 0.3)
     content = content_of(3 * CHUNK_BYTES)
     async with network(tmp_path) as net:
         source = await net.holder(content)

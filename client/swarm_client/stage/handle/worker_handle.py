@@ -33,6 +33,7 @@ from swarm_shared.base.transcript import KeptTensors, Transcript
 from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step, Version
 from swarm_shared.protocol.framing import Buffer
 from swarm_shared.run.manifest import Manifest
+from swarm_shared.scheduling.placement.stage_sizes import stage_sizes
 
 KEPT_BUDGET_BYTES = 512 * 2**20
 """Host memory for taking microbatches out of the accumulator again, in bytes; see
@@ -68,6 +69,8 @@ class StageWorker:
     ) -> None:
         self.stage = stage
         self.sizes: SlotSizes = slot_sizes(manifest, stage)
+        self.state_bytes = stage_sizes(manifest)[stage].state_bytes
+        """Bytes of the tensors of a file that `save_state` writes."""
         self._tokens = manifest.tokens_per_microbatch
         self._child = child
         limited = "" if limit_bytes is None else f" (limited to {memory_text(limit_bytes)})"
@@ -152,11 +155,11 @@ class StageWorker:
         self, step: Step, microbatch: MicrobatchIndex, path: Path, tensors: KeptTensors
     ) -> None:
         """Write tensors of a microbatch in the accumulator to a file. RequestFailed:
-        unknown_microbatch when it is not kept."""
+        unknown_microbatch when it is not kept. Cancelling the call discards it."""
         request = messages.SaveKept(
             step=step, microbatch=microbatch, path=str(path), tensors=tensors
         )
-        await self._rpc.call(request, messages.Done)
+        await self._rpc.call(request, messages.Done, on_cancel=messages.Discard)
 
     async def audit(
         self, step: Step, microbatch: MicrobatchIndex, inputs: Path, computed: Path | None,
