@@ -50,6 +50,9 @@ MAX_CONNECTIONS = 512
 MAX_CONNECTIONS_OF_ONE_ADDRESS = 32
 """Connections from one IPv4 address or one IPv6 /64; a browser opens six. Does not apply to this
 machine and to trusted proxies, from which all clients of a reverse proxy connect."""
+RESERVED_CONNECTIONS = 64
+"""Further ones for this machine alone: whoever takes all others does not keep out its browser and
+its monitoring."""
 END_SECONDS = 1.0
 """Limit for requests in progress to notice that the server has closed their connections."""
 
@@ -64,6 +67,7 @@ class HttpServer:
     """Addresses and networks whose X-Forwarded-For is believed."""
     max_connections: int = MAX_CONNECTIONS
     max_connections_of_one_address: int = MAX_CONNECTIONS_OF_ONE_ADDRESS
+    reserved_connections: int = RESERVED_CONNECTIONS
     head_seconds: float = HEAD_SECONDS
     body_seconds: float = BODY_SECONDS
     send_seconds: float = SEND_SECONDS
@@ -110,7 +114,9 @@ class HttpServer:
 
     async def handle(self, accepted: socket.socket, address: str) -> None:
         """Serve one connection to its end."""
-        if self.connections >= self.max_connections or not self._has_room(address, self._open):
+        reserved = self.reserved_connections if is_this_machine(address) else 0
+        is_full = self.connections >= self.max_connections + reserved
+        if is_full or not self._has_room(address, self._open):
             self.refused_connections += 1
             with accepted, suppress(OSError):
                 if self.tls is None:  # an answer over TLS would cost more than the limit saves

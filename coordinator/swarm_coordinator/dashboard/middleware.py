@@ -20,8 +20,8 @@ PER_SECOND = 30.0
 second."""
 TOTAL_BURST = 600.0
 TOTAL_PER_SECOND = 300.0
-"""Requests of all addresses together. This machine counts only here: all clients of a reverse proxy
-connect from it, unless it is in [http] proxies."""
+"""Requests of all other machines together, and as many of this machine: all clients of a reverse
+proxy connect from it, unless it is in [http] proxies."""
 
 _HEADERS = (
     (
@@ -45,7 +45,7 @@ class GuardMiddleware:
     application: ASGIApp
     per_address: RateLimit = field(default_factory=lambda: RateLimit(BURST, PER_SECOND))
     overall: RateLimit = field(
-        default_factory=lambda: RateLimit(TOTAL_BURST, TOTAL_PER_SECOND, max_keys=1)
+        default_factory=lambda: RateLimit(TOTAL_BURST, TOTAL_PER_SECOND, max_keys=2)
     )
     hosts: frozenset[str] = frozenset()
     """Names of this machine at its loopback addresses, besides those that it always has."""
@@ -83,8 +83,9 @@ class GuardMiddleware:
         return name == "localhost" or name in self.hosts or is_this_machine(name)
 
     def _wait_seconds(self, address: str) -> float:
-        wait = 0.0 if is_this_machine(address) else self.per_address.take(address_group(address))
-        return wait or self.overall.take("all")
+        if is_this_machine(address):
+            return self.overall.take("this machine")
+        return self.per_address.take(address_group(address)) or self.overall.take("others")
 
 
 _PORT = re.compile(r":[0-9]*$")

@@ -28,6 +28,8 @@ from swarm_shared.base.text import printable, size_text
 _MODEL = re.compile(rf"({NAME_PATTERN})(?:@([\w./-]{{1,200}}))?", re.ASCII)
 _DESCRIPTION = ("config.json", "tokenizer.json", "model.safetensors.index.json")
 _WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
+_WEIGHT_FILE = re.compile(r"[\w.-]{1,200}\.safetensors", re.ASCII)
+"""A name in an index. It becomes a pattern of files to download, where `*` would be all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +134,12 @@ def _weight_files(folder: Path) -> list[str]:
         return ["model.safetensors"]
     try:
         weight_map = json.loads(index.read_bytes())["weight_map"]
-        return sorted({Path(str(name)).name for name in weight_map.values()})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        names = sorted({str(name) for name in weight_map.values()})
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{index} is no index of safetensors files; name another model") from error
+    if wrong := [name for name in names if not _WEIGHT_FILE.fullmatch(name)]:
+        raise DataError(
+            f"{index} names {printable(wrong[0])[:200]!r}, which is no safetensors file beside it; "
+            "name another model"
+        )
+    return names

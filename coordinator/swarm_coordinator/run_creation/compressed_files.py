@@ -12,8 +12,8 @@ from typing import BinaryIO
 from swarm_shared.base.errors import ConfigurationError, DataError
 
 BLOCK_BYTES = 1024 * 1024
-_COMPRESSED_BLOCK_BYTES = 64 * 1024
-"""Fewer, because a block of them can be many times as long as text."""
+_COMPRESSED_BLOCK_BYTES = 1024
+"""Bytes decompressed at once, into 32 MiB at most: four of them can be a block of 128 KiB."""
 _MAX_WINDOW_BYTES = 2**31
 """What `zstd --long=31` needs, with which some published corpora are compressed."""
 

@@ -339,7 +339,7 @@ def _json(path: Path) -> dict[str, Any]:
         )
     try:
         content = json.loads(read_bytes(path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not JSON ({error}); fetch it again") from error
     if not isinstance(content, dict):
         raise DataError(f"{path} holds no JSON object; fetch it again")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,12 +18,14 @@ from typing import Any, Protocol
 class PostgresqlLocation:
     """A database on a server; each run has its own."""
 
-    url: str
+    url: str = field(repr=False)
     lease_seconds: float = 5.0
 
     def __str__(self) -> str:
-        """Return the address without its password, for messages and logs."""
-        return re.sub(r"(//[^/@:]*):[^@]*@", r"\1:…@", self.url)
+        """Return the address without its password and its parameters, of which some are secrets,
+        for messages and logs."""
+        without_password = re.sub(r"(//[^/@:]*):.*@", r"\1:…@", self.url)
+        return re.sub(r"\?.*", "?…", without_password)
 
 
 DatabaseLocation = Path | PostgresqlLocation

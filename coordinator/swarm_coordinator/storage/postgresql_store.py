@@ -34,7 +34,6 @@ class PostgresqlStore(Store):
     """The store of a run whose run.toml names a PostgreSQL server. Its transactions check that this
     coordinator still leads."""
 
-    database_errors = (psycopg.Error,)
     _connection: PostgresqlConnection
 
     def __init__(

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import trio
 
@@ -63,9 +63,6 @@ class Store(ABC):
     """The durable records of a run. May be constructed before the event loop runs. `write` is for
     decisions, `post` for everything else."""
 
-    database_errors: ClassVar[tuple[type[Exception], ...]]
-    """Exceptions that the database raises when it refuses a statement."""
-
     def __init__(self, name: str, clock: Clock) -> None:
         self._name = name
         self._clock = clock
@@ -73,10 +70,6 @@ class Store(ABC):
         self._generation = 0
         self._closed = False
         self._opened: Future[None] = Future()
-        # The last two: a value that the database's binding cannot represent.
-        self._handled_errors: tuple[type[Exception], ...] = (
-            *self.database_errors, SwarmError, OverflowError, ValueError,
-        )  # fmt: skip
         self._thread = threading.Thread(target=self._run, name="store-writer", daemon=True)
 
     def _start(self) -> Self:
@@ -190,7 +183,7 @@ class Store(ABC):
     def _run(self) -> None:
         try:
             connection = self._open_database()
-        except SwarmError as error:
+        except Exception as error:  # noqa: BLE001 (as in `_commit`)
             self._opened.set_exception(error)
             return
         self._opened.set_result(None)
@@ -225,10 +218,13 @@ class Store(ABC):
             _call_commit_hook("written")
             connection.execute("COMMIT")
             _call_commit_hook("committed")
-        except self._handled_errors as error:
+        except Exception as error:  # noqa: BLE001 (a supervisor: each job has to be answered)
             self._roll_back()
             if final or len(jobs) == 1:
-                reported = error if isinstance(error, SwarmError) else self._explain(error)
+                reported = error
+                if not isinstance(error, SwarmError):
+                    reported = self._explain(error)
+                    reported.__cause__ = error
                 jobs[0].answer.set_exception(reported)
             return False
         for job, result in zip(jobs, results, strict=True):
@@ -244,8 +240,6 @@ def _call_commit_hook(name: str) -> None:
 
 class SqliteStore(Store):
     """The store in a run folder."""
-
-    database_errors = (sqlite3.Error,)
 
     def __init__(self, path: Path, clock: Clock) -> None:
         super().__init__(str(path), clock)

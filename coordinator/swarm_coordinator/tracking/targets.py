@@ -165,7 +165,11 @@ class TensorBoard(MetricsTarget):
 
 
 class WeightsAndBiases(MetricsTarget):
-    """A run of wandb; its environment variables choose project, entity and offline mode."""
+    """A run of wandb; its environment variables choose project, entity and offline mode.
+
+    Without what wandb adds of this machine: its name, command line, paths and git remote. Projects
+    may be public, and the machine trains nothing.
+    """
 
     def __init__(self, run: TrackedRun) -> None:
         with needs("wandb"):
@@ -177,7 +181,15 @@ class WeightsAndBiases(MetricsTarget):
                 id=run.id,
                 resume="allow",
                 dir=str(run.output),
-                settings=wandb.Settings(console="off"),
+                settings=wandb.Settings(
+                    console="off",
+                    disable_code=True,
+                    disable_git=True,
+                    x_disable_machine_info=True,
+                    x_disable_meta=True,
+                    x_disable_stats=True,
+                    x_save_requirements=False,
+                ),
             )
         except wandb.Error as error:
             raise ConfigurationError(f"wandb does not start this run: {error}") from error

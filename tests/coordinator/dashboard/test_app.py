@@ -245,6 +245,15 @@ def test_one_address_has_a_rate_of_its_own() -> None:
     assert [guard._wait_seconds("127.0.0.1") for _ in range(5)] == [0] * 5
 
 
+def test_requests_of_other_machines_leave_this_one_its_own() -> None:
+    frozen = RateLimit(1, 0.01, max_keys=2, clock=lambda: 0.0)
+    guard = GuardMiddleware(lambda *_: None, overall=frozen)  # type: ignore[arg-type, return-value]
+    assert guard._wait_seconds("198.51.100.1") == 0
+    assert guard._wait_seconds("198.51.100.2") > 0
+    assert guard._wait_seconds("127.0.0.1") == 0
+    assert guard._wait_seconds("::1") > 0
+
+
 @pytest.mark.parametrize(
     ("host", "is_served"),
     [

@@ -65,7 +65,7 @@ async def without_end() -> AsyncIterator[bytes]:
 
 @asynccontextmanager
 async def running(**options: Any) -> AsyncIterator[tuple[HttpServer, int, Served]]:
-    server = HttpServer(echo, **options)
+    server = HttpServer(echo, **{"reserved_connections": 0, **options})
     with serving(server.serve) as served:
         yield server, served.address.port, served
 
@@ -307,7 +307,8 @@ async def connections_from(
 async def test_one_address_has_only_so_many_connections_but_this_machine_as_many_as_it_likes() -> (
     None
 ):
-    async with running(max_connections=10, max_connections_of_one_address=2) as (server, _, served):
+    limits = {"max_connections": 10, "max_connections_of_one_address": 2}
+    async with running(**limits, reserved_connections=1) as (server, _, served):
         own = ["127.0.0.1"] * 3 + ["::1"] * 3
         kept = await connections_from(served, server, ["198.51.100.1"] * 2 + own)
         await until(lambda: server.connections == 8)
@@ -315,9 +316,13 @@ async def test_one_address_has_only_so_many_connections_but_this_machine_as_many
         assert (await read_all(kept[-1])).startswith(b"HTTP/1.1 503 ")
         kept += await connections_from(served, server, ["198.51.100.2", "198.51.100.3"])
         await until(lambda: server.connections == 10)
+        kept += await connections_from(served, server, ["198.51.100.4"])
+        assert (await read_all(kept[-1])).startswith(b"HTTP/1.1 503 ")
+        kept += await connections_from(served, server, ["127.0.0.1"])
+        await until(lambda: server.connections == 11)  # the others do not keep out this machine
         kept += await connections_from(served, server, ["127.0.0.1"])
         assert (await read_all(kept[-1])).startswith(b"HTTP/1.1 503 ")
-        assert server.refused_connections == 2
+        assert server.refused_connections == 3
 
 
 async def test_all_addresses_of_a_v6_network_together_have_the_connections_of_one_address() -> None:

@@ -123,6 +123,25 @@ def test_an_older_revision_and_what_is_in_the_cache_can_be_taken(
     assert begin(folder, f"{NAME}@{first}", "offline") == 0
 
 
+@pytest.mark.parametrize("name", ["*", "[!a]*.safetensors", "weights/pytorch_model.bin", ".."])
+def test_an_index_downloads_nothing_but_the_safetensors_files_that_it_names(
+    folder: RunFolder, hub: FakeHub, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """A name in an index becomes a pattern of files, and a model's repository may have any."""
+    assert push(folder, "--shard-size=30kB") == 0
+    repository = hub.repositories[NAME]
+    index = "model.safetensors.index.json"
+    tensors = json.loads(repository.files[index])["weight_map"]
+    wrong = json.dumps({"weight_map": dict.fromkeys(tensors, name)}).encode()
+    repository.commits.append({**repository.files, index: wrong, "pytorch_model.bin": b"pickle"})
+    capsys.readouterr()
+    assert begin(folder, NAME) == 5
+    said = complaint(capsys)
+    fetched = {path.rsplit("/", 1)[1] for path in hub.requests if path.startswith("GET /ada")}
+    assert fetched <= {"config.json", "tokenizer.json", index}
+    assert f"{name!r}, which is no safetensors file" in said
+
+
 def test_a_private_model_is_not_pushed_to_a_public_repository(
     folder: RunFolder, hub: FakeHub, capsys: pytest.CaptureFixture[str]
 ) -> None:

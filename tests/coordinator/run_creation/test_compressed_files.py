@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gzip
+import struct
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -77,6 +78,20 @@ def test_a_long_window_is_read(tmp_path: Path):
     path = tmp_path / "data.zst"
     path.write_bytes(content.compress(CONTENT) + content.flush())
     assert b"".join(read_blocks(path)) == CONTENT
+
+
+def test_a_block_of_a_bomb_is_bounded(tmp_path: Path):
+    """A block of 128 KiB that repeats one byte takes four bytes of a file."""
+    run_length, last, window_128kib = 1 << 1, 1, 7 << 3
+    block = 128 * 1024
+    header = struct.pack("<IBB", zstandard.MAGIC_NUMBER, 0, window_128kib)
+    repeated = (block << 3 | run_length).to_bytes(3, "little") + b"a"
+    end = (block << 3 | run_length | last).to_bytes(3, "little") + b"a"
+    path = tmp_path / "data.zst"
+    path.write_bytes(header + 1000 * repeated + end)
+    lengths = [len(content) for content in read_blocks(path)]
+    assert sum(lengths) == 1001 * block
+    assert max(lengths) <= 32 * 2**20
 
 
 def test_without_zstandard_a_sentence_says_what_to_install(

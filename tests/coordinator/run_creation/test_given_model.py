@@ -360,6 +360,7 @@ WRONG_CONFIGURATIONS: list[tuple[dict[str, object], str]] = [
 ]
 WRONG_FILES: list[tuple[Callable[[Path], object], str]] = [
     (lambda at: (at / "config.json").write_text("{"), "config.json is not JSON"),
+    (lambda at: (at / "config.json").write_text("[" * 100_000), "config.json is not JSON"),
     (lambda at: (at / "config.json").unlink(), "there is no "),
     (lambda at: (at / "config.json").write_text("[]"), "holds no JSON object"),
     (without_head, "1 are missing and 0 unknown (lm_head.weight is missing)"),

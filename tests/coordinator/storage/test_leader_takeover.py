@@ -326,6 +326,20 @@ def test_a_server_that_is_not_there_is_one_sentence_without_the_password() -> No
     assert "secret" not in str(place)
 
 
+@pytest.mark.parametrize(
+    "address",
+    [
+        "postgresql://anna:secret@127.0.0.1/run", "postgresql://127.0.0.1/run?password=secret",
+        "postgresql:///run?host=/tmp&user=anna&pass%77ord=secret",
+        "postgresql://anna:other@secret@127.0.0.1/run", "postgresql://anna:other?secret@host/run",
+        "postgresql://:secret@127.0.0.1:5432/run",
+    ],
+)  # fmt: skip
+def test_no_message_has_a_password_wherever_the_address_has_it(address: str) -> None:
+    place = PostgresqlLocation(address)
+    assert "secret" not in f"{place} {place!r}"
+
+
 def test_a_database_that_is_not_there_says_how_to_make_it(postgresql: Server) -> None:
     with pytest.raises(StorageError, match="does not exist; make the database"):
         open_store(PostgresqlLocation(postgresql.url("nowhere")))

@@ -12,6 +12,7 @@ import trio
 from kits.coordinator.run import one_start_at, step
 from swarm_coordinator.core.events import EvaluationRecord
 from swarm_coordinator.storage import sqlite
+from swarm_coordinator.storage.connection import Connection
 from swarm_coordinator.storage.history import history
 from swarm_coordinator.storage.schema import SCHEMA, SCHEMA_VERSION
 from swarm_coordinator.storage.sqlite import create_schema, open_for_writing, schema_version
@@ -41,6 +42,19 @@ def test_a_number_that_sqlite_cannot_hold_is_an_error_and_the_writer_lives_on(
         await store.write(step(1))
 
     trio.run(main)
+    store.close()
+
+
+def test_an_unforeseen_error_is_reported_and_the_writer_lives_on(tmp_path: Path) -> None:
+    store = SqliteStore.open(tmp_path / "run.sqlite3")
+
+    def fail(connection: Connection) -> None:
+        raise TypeError("unforeseen")
+
+    with pytest.raises(StorageError, match="unforeseen") as failure:
+        store.read(fail)
+    assert isinstance(failure.value.__cause__, TypeError)
+    assert store.next_generation() == 1
     store.close()
 
 

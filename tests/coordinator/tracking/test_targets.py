@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import platform
 import sqlite3
+import sys
 from pathlib import Path
 
 import pytest
@@ -118,3 +120,27 @@ def test_wandb_writes_every_record_to_its_offline_folder(
     assert all(part in content for content in written for part in (b"loss", b"peers", b"my-run"))
     for loss in losses.values():
         assert sorted(str(loss).encode() in content for content in written) == [False, True]
+
+
+def test_wandb_is_told_nothing_of_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A project may be public, and a command line may have secrets."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setattr("sys.argv", ["swarm-coordinator", "log", "argument-of-the-command"])
+    target = WeightsAndBiases(tracked(tmp_path))
+    target.write(Metrics(1, 100.0, {"loss": 1.0}))
+    target.close()
+    wandb.teardown()
+    (folder,) = tmp_path.glob("wandb/offline-run-*")
+    (records,) = folder.glob("*.wandb")
+    content = records.read_bytes()
+    assert b"loss" in content
+    of_this_machine = (
+        "argument-of-the-command",
+        sys.executable,
+        str(tmp_path),
+        platform.platform(),
+    )
+    assert [text for text in of_this_machine if text.encode() in content] == []
+    assert [path for path in folder.glob("files/**/*") if path.is_file()] == []
