@@ -71,11 +71,12 @@ def _heartbeat_heard() -> Callable[[], object]:
 
 
 def _receipt_heard() -> Callable[[], object]:
-    world, checker, said = MidStep(), ReceiptChecker(RUN), envelope(5, 0)
+    world, said = MidStep(), envelope(5, 0)
     number, peer = 5, identity(5).peer_id
+    checker = ReceiptChecker(RUN, lambda sender, receipt: True, MICROBATCHES)
 
     def work() -> None:
-        checking = checker.check((said,))
+        checking = checker.check((said,), peer)
         try:
             checking.send(None)
         except StopIteration as checked:

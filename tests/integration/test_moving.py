@@ -38,7 +38,7 @@ def test_a_volunteer_moves_to_the_slowest_stage_and_the_run_equals_the_reference
     assert both, "no peer has counted microbatches in both stages"
     status = read_status(run.folder.status)
     assert status is not None
-    told = status_lines(status, True, 0.0)
+    told = status_lines(status, 0.0)
     assert any("moves from stage 0 to stage 1" in line for line in told)
     assert any("it downloads" in line for line in told)
     run.assert_equals_reference()

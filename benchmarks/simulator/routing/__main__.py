@@ -104,9 +104,9 @@ def _end_of_step(swarm: Swarm, steps: int) -> tuple[float, float]:
 def _shortest_seconds(swarm: Swarm, microbatches: int) -> float:
     """Return a bound of the seconds of a step, from the peers' speeds alone."""
     fastest, longest = 0.0, 0.0
-    for stage, work in enumerate(swarm.works):
+    for stage, cut in enumerate(swarm.manifest.stages):
         serving = [v for v in swarm.volunteers.values() if v.stage == stage]
-        rates = [v.hardware.flops_per_second / work for v in serving]
+        rates = [v.hardware.flops_per_second / cut.work_flops for v in serving]
         longest = max(longest, fastest + microbatches / sum(rates))
         fastest += 2 * PART_OF_WORK / max(rates)  # forward, and later the input's gradient
     return longest

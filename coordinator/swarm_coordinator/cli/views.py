@@ -51,7 +51,7 @@ def status_command(run_dir: Path, as_json: bool) -> None:
     if as_json:
         click.echo(document.model_dump_json(indent=1))
     else:
-        for line in status_lines(document, running, time.time()):
+        for line in status_lines(document, time.time()):
             click.echo(line)
 
 

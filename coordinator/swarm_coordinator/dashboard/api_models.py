@@ -14,10 +14,7 @@ from dataclasses import dataclass
 from pydantic import BaseModel, ConfigDict, Field
 
 from swarm_coordinator.status.document import (
-    AdmissionOverview,
     AppliedStepRow,
-    Health,
-    HealthState,
     NoteRow,
     OwnerSummary,
     PathRow,
@@ -28,8 +25,6 @@ from swarm_coordinator.status.document import (
     TrustCounts,
     VerdictSummary,
 )
-
-__all__ = ["AdmissionOverview", "AppliedStepRow", "Health", "HealthState"]
 
 API_VERSION = 1
 ID_END = 8

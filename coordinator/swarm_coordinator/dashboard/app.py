@@ -22,14 +22,11 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from swarm_coordinator.dashboard import page
 from swarm_coordinator.dashboard.api_models import (
-    AdmissionOverview,
     Contributions,
     Curve,
     ErrorBody,
     Events,
     FullPeers,
-    Health,
-    HealthState,
     Page,
     Peers,
     RunStatus,
@@ -42,7 +39,12 @@ from swarm_coordinator.dashboard.api_models import (
 from swarm_coordinator.dashboard.snapshot import Snapshot
 from swarm_coordinator.dashboard.snapshot_loop import SnapshotLoop
 from swarm_coordinator.dashboard.sse import encode_event
-from swarm_coordinator.status.document import STALE_SECONDS
+from swarm_coordinator.status.document import (
+    STALE_SECONDS,
+    AdmissionOverview,
+    Health,
+    HealthState,
+)
 
 MAX_PAGE = 500
 MAX_STEPS = 1_000

@@ -24,10 +24,9 @@ from prometheus_client.registry import Collector
 from swarm_coordinator.core.state.peers import PeerPhase
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.state.utilisation import BOUNDS
-from swarm_coordinator.dashboard.api_models import HealthState
 from swarm_coordinator.dashboard.database_reader import STEP_SECONDS
 from swarm_coordinator.dashboard.snapshot import Snapshot
-from swarm_coordinator.status.document import RunProgress, StatusDocument
+from swarm_coordinator.status.document import HealthState, RunProgress, StatusDocument
 from swarm_shared.protocol import PathKind, Reachability
 
 Buckets = tuple[Sequence[float], Sequence[int], float]

@@ -15,10 +15,8 @@ from typing import Any
 from swarm_coordinator.admission.requests import admission_status, token_document
 from swarm_coordinator.dashboard.api_models import (
     ID_END,
-    AdmissionOverview,
     EventRow,
     FullPeer,
-    Health,
     OwnerStanding,
     PublicPeer,
     RunStatus,
@@ -33,6 +31,8 @@ from swarm_coordinator.dashboard.database_reader import DatabaseView
 from swarm_coordinator.dashboard.redact import without_addresses
 from swarm_coordinator.status.document import (
     SYNCING,
+    AdmissionOverview,
+    Health,
     PathRow,
     PeerRow,
     PeerSummary,

@@ -63,7 +63,7 @@ def export_huggingface(
         )
     merged = open_whole_model(manifest.model, stage_state_files, initial)
     tokenizer = _tokenizer(manifest, tokenizer_path)
-    config = huggingface_config(manifest.model, tokenizer.end_of_text)
+    config = huggingface_config(manifest.model, tokenizer.end_of_text, dtype)
     # Before an earlier export is removed.
     check_range(merged, dtype)
     _make_unloadable(out_dir)
@@ -74,7 +74,7 @@ def export_huggingface(
     }  # fmt: skip
     _write_json(out_dir / "generation_config.json", generation)
     _write_descriptions(out_dir, manifest, tokenizer, model_card)
-    _write_json(out_dir / CONFIG_FILE, config | {"dtype": dtype, "torch_dtype": dtype})
+    _write_json(out_dir / CONFIG_FILE, config)
 
 
 def export_adapters(
@@ -147,7 +147,9 @@ def check_out(out_dir: Path) -> None:
         )
 
 
-def huggingface_config(config: ModelConfig, end_of_text: int) -> dict[str, object]:
+def huggingface_config(
+    config: ModelConfig, end_of_text: int, dtype: ExportDtype
+) -> dict[str, object]:
     """Return config.json, with rotary positions and dtype in the forms of transformers 4 and 5."""
     scaling = _rope_scaling(config.rope_scaling)
     return _family(config) | {
@@ -171,8 +173,8 @@ def huggingface_config(config: ModelConfig, end_of_text: int) -> dict[str, objec
         "bos_token_id": None,
         "eos_token_id": end_of_text,
         "pad_token_id": None,
-        "dtype": "float32",
-        "torch_dtype": "float32",
+        "dtype": dtype,
+        "torch_dtype": dtype,
     }
 
 

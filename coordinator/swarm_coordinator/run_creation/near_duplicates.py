@@ -21,9 +21,7 @@ SHINGLE_BYTES = 32
 BINS = 64
 BAND_BINS = 8
 """With eight bands, two documents of similarity 0.8 are compared with probability 0.78, of 0.9 with
-0.99, and of 0.5 with 0.03."""
-LEAST_SIMILARITY = 0.7
-"""Below it, documents are seldom compared."""
+0.99, and of 0.5 with 0.03: run.toml takes no similarity below 0.7."""
 _EMPTY = np.uint32(0xFFFFFFFF)
 """Of a bin without a shingle."""
 
@@ -36,7 +34,7 @@ class NearDuplicates:
     """The documents that were kept so far. About 800 bytes for each of them."""
 
     def __init__(self, similarity: float) -> None:
-        """`similarity`: from which on a document repeats another one, LEAST_SIMILARITY to 1."""
+        """`similarity`: from which on a document repeats another one, 0 to 1."""
         self._similarity = similarity
         self._bands: list[dict[bytes, int]] = [{} for _ in range(BINS // BAND_BINS)]
         self._kept: list[bytes] = []

@@ -44,7 +44,6 @@ from swarm_shared.base.errors import (
 )
 from swarm_shared.base.rate_limit import RateLimit
 from swarm_shared.base.types import (
-    MAX_MICROBATCHES,
     MAX_PEERS,
     MicrobatchIndex,
     PeerId,
@@ -142,8 +141,8 @@ class ReceiptChecker:
     def __init__(
         self,
         run: RunId,
-        may_count: Callable[[PeerId, Receipt], bool] = lambda sender, receipt: True,
-        most_microbatches: int = MAX_MICROBATCHES,
+        may_count: Callable[[PeerId, Receipt], bool],
+        most_microbatches: int,
     ) -> None:
         """`may_count`: whether a receipt that a peer reports could count, by what it claims."""
         self._run = run
@@ -156,9 +155,7 @@ class ReceiptChecker:
         self._counted: OrderedDict[_Claimed, str] = OrderedDict()
         self._others: OrderedDict[_Claimed, str] = OrderedDict()
 
-    async def check(
-        self, envelopes: Sequence[str], sender: PeerId | None = None
-    ) -> tuple[Receipt, ...]:
+    async def check(self, envelopes: Sequence[str], sender: PeerId) -> tuple[Receipt, ...]:
         """Return those of a peer's receipts that may count; ProtocolError when one of them is
         invalid."""
         receipts: list[Receipt] = []
@@ -219,7 +216,7 @@ class ReceiptChecker:
         cell = (verdict.step, verdict.microbatch, verdict.stage, verdict.audited, verdict.claim)
         return self._counted.get(cell) or self._others.get(cell, "")
 
-    def _verify(self, envelope: str, sender: PeerId | None) -> Receipt | None:
+    def _verify(self, envelope: str, sender: PeerId) -> Receipt | None:
         """Return a valid receipt; None if it could not count, or its signer has signed too many."""
 
         def is_wanted(claimed: Receipt) -> bool:
@@ -228,7 +225,7 @@ class ReceiptChecker:
             signed = self._signed.get(claimed.step)
             if signed is not None and signed[claimed.peer] >= self._most_signed:
                 return False
-            return sender is None or self._may_count(sender, claimed)
+            return self._may_count(sender, claimed)
 
         return Receipt.open_wanted(decode_envelope(envelope, "a receipt"), is_wanted)
 

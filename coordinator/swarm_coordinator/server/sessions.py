@@ -64,11 +64,11 @@ class ClientSession:
     number: SessionNumber
     peer: PeerId
     stream: FramedStream
-    certified_at: float = 0.0
+    encoder: MessageEncoder
+    certified_at: float
     """When its certificate was issued, in Unix seconds."""
-    instance: Instance = ""
+    instance: Instance
     """Identifies the program that opened the session."""
-    encoder: MessageEncoder = field(default_factory=lambda: MessageEncoder())
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
     disconnect_reason: str | None = None
     place: PeerPlace = NOWHERE
@@ -173,7 +173,7 @@ class ClientSessions:
         """Register a session. Messages to the peer still go to its previous session."""
         self._counter += 1
         session = ClientSession(
-            SessionNumber(self._counter), peer, stream, certified_at, instance, self._encoder
+            SessionNumber(self._counter), peer, stream, self._encoder, certified_at, instance
         )
         self._open[session.number] = session
         return session
@@ -208,9 +208,7 @@ class ClientSessions:
         """Queue a message in the peer's current session; dropped when it has none."""
         session = self._current.get(peer)
         if session is not None:
-            # A large roster goes to a joining peer only; other peers get the changes.
-            shared = isinstance(message, Roster) and len(message.peers) <= RECORDS_PER_TURN
-            session.send(self._encoder.encode(message) if shared else message, wake=False)
+            session.send(message, wake=False)
             self._unwoken.append(session)
             self._some_unwoken.set()
 
@@ -259,7 +257,6 @@ class MessageEncoder:
     """
 
     def __init__(self) -> None:
-        self._last: tuple[CoordinatorMessage, bytes] | None = None
         self._last_roster: tuple[Roster, bytes] | None = None
         """The last roster that was encoded cooperatively, with its encoding."""
         self._encoding = trio.Lock()
@@ -268,14 +265,10 @@ class MessageEncoder:
         self._tails: dict[int, tuple[tuple[Reduction, ...], bytes]] = {}
 
     def encode(self, message: CoordinatorMessage) -> bytes:
-        """Encode a message for many clients. Sent to one after the other, it is encoded once."""
-        if self._last is None or self._last[0] is not message:
-            if isinstance(message, Roster):
-                content = self._roster(message, self._look_up(message.peers))
-            else:
-                content = encode(message)
-            self._last = message, content
-        return self._last[1]
+        """Encode a message for many clients."""
+        if isinstance(message, Roster):
+            return self._roster(message, self._look_up(message.peers))
+        return encode(message)
 
     async def encode_cooperatively(self, message: CoordinatorMessage) -> bytes:
         """Encode a message for one client, letting other tasks run: ten thousand records take a

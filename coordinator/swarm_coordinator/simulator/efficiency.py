@@ -57,11 +57,10 @@ class EfficiencyMeter:
     def __init__(self, swarm: Swarm, weights: Sequence[float]) -> None:
         """`weights` of the stages for the bound sum to 1; any such weights give a bound."""
         self._swarm = swarm
-        stages = len(swarm.works)
+        stages = swarm.manifest.stage_count
         self._weights = weights
         self._serving: list[dict[PeerId, float]] = [{} for _ in range(stages)]
         """Rate of each peer at the stage that it serves, by stage."""
-        self._where: dict[PeerId, int] = {}
         self._holders: dict[PeerId, SimulatedVolunteer] = {}
         """Machines that could serve: present for long enough to download a stage, serving or
         not."""
@@ -94,7 +93,6 @@ class EfficiencyMeter:
         self.add_candidate(volunteer)
         self._forget(volunteer)
         stage = volunteer.stage
-        self._where[volunteer.peer] = stage
         self._serving[stage][volunteer.peer] = volunteer.steady_rate_at(stage)
         self._rates[stage] = math.fsum(self._serving[stage].values())
         self.account()
@@ -113,12 +111,11 @@ class EfficiencyMeter:
             self.account()
 
     def _forget(self, volunteer: SimulatedVolunteer) -> bool:
-        stage = self._where.pop(volunteer.peer, None)
-        if stage is None:
-            return False
-        del self._serving[stage][volunteer.peer]
-        self._rates[stage] = math.fsum(self._serving[stage].values())
-        return True
+        for stage, serving in enumerate(self._serving):
+            if serving.pop(volunteer.peer, None) is not None:
+                self._rates[stage] = math.fsum(serving.values())
+                return True
+        return False
 
     def _counts(self, volunteer: SimulatedVolunteer, sign: int) -> None:
         """Add or subtract a machine's terms of the two references.

@@ -97,7 +97,7 @@ class FluidPlane:
 
     def __init__(self, swarm: Swarm) -> None:
         self._swarm = swarm
-        stages = len(swarm.works)
+        stages = swarm.manifest.stage_count
         self._shares = [_Shares() for _ in range(stages)]
         self._serving: dict[PeerId, LoadedStage[Receipt]] = {}
         self._step = Step(0)

@@ -85,7 +85,6 @@ class Swarm:
         self.options = options
         self.seed = seed
         self.manifest = endless(manifest)
-        self.works = [stage.work_flops or 1.0 for stage in manifest.stages]
         self.sizes = stage_sizes(manifest)
         self.table_bytes = 4 * manifest.model.vocabulary_size * manifest.model.hidden_size
         self.coordinator = COORDINATOR
@@ -128,7 +127,9 @@ class Swarm:
         """Fraction of the fleet's time per stage: nearly the best weights for the bound."""
         typical = sorted(self._fleet, key=lambda one: one.flops_per_second)[len(self._fleet) // 2]
         probe = SimulatedVolunteer(self, "", typical, 0)
-        seconds = [1 / probe.steady_rate_at(StageIndex(s)) for s in range(len(self.works))]
+        seconds = [
+            1 / probe.steady_rate_at(StageIndex(s)) for s in range(self.manifest.stage_count)
+        ]
         return [one / sum(seconds) for one in seconds]
 
     def simulate(self, hours: float) -> None:

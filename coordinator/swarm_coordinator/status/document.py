@@ -350,7 +350,6 @@ class StatusDocument(RunProgress):
     step: int = 0
     diverged: str = ""
     """Why no peer can compute what is left of the step, as a sentence."""
-    """Whether the loss of the last applied step is not finite."""
     work: WorkCounts = WorkCounts()
     stages: tuple[StageStatusRow, ...] = ()
     figures: RunFigures = RunFigures()

@@ -34,8 +34,9 @@ PATHS_SHOWN = 4
 """Paths of one peer, the busiest ones; `--json` prints all of them."""
 
 
-def status_lines(document: StatusDocument, running: bool, now: float) -> list[str]:
-    """The status for a person. `running` is whether a coordinator holds the run's lock."""
+def status_lines(document: StatusDocument, now: float) -> list[str]:
+    """The status for a person."""
+    running = document.running
     if running:
         state = f"running, {document.phase}"
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,14 @@ from swarm_shared.protocol import CONTROL_PROTOCOL, Refused, Welcome
 from swarm_shared.trust.votes import Claim
 
 RUN = RunId("ab" * 32)
+SENDER = kit.AUDITED.peer_id
+
+
+def receipt_checker(
+    may_count: Callable[[PeerId, Receipt], bool] = lambda sender, receipt: True,
+    most_microbatches: int = 100,
+) -> ReceiptChecker:
+    return ReceiptChecker(RUN, may_count, most_microbatches)
 
 
 def verdict(transcript: Transcript) -> VerdictRecord:
@@ -34,12 +42,12 @@ def verdict(transcript: Transcript) -> VerdictRecord:
 
 async def test_a_liar_that_signs_the_truth_later_does_not_replace_the_evidence() -> None:
     false, true = kit.receipt(RUN), kit.receipt(RUN, transcript=kit.TRUE)
-    checker = ReceiptChecker(RUN)
-    await checker.check([false])
-    await checker.check([true])
+    checker = receipt_checker()
+    await checker.check([false], SENDER)
+    await checker.check([true], SENDER)
     assert checker.envelope(verdict(kit.FALSE)) == false
     assert checker.envelope(verdict(kit.TRUE)) == true
-    assert ReceiptChecker(RUN).envelope(verdict(kit.FALSE)) == ""
+    assert receipt_checker().envelope(verdict(kit.FALSE)) == ""
 
 
 async def test_a_receipt_that_no_ledger_could_show_does_not_count() -> None:
@@ -49,20 +57,20 @@ async def test_a_receipt_that_no_ledger_could_show_does_not_count() -> None:
     changed = digits[:-1] + chr(ord(digits[-1]) + 1) + "=" * (len(receipt) - len(digits))
     assert base64.b64decode(changed, validate=True) == base64.b64decode(receipt)
     with pytest.raises(FrameError, match="a receipt is not spelt as base64 is"):
-        await ReceiptChecker(RUN).check([changed])
+        await receipt_checker().check([changed], SENDER)
 
 
 async def test_what_a_liar_signs_later_does_not_push_out_the_evidence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(control_protocol, "_MAX_OTHER_ENVELOPES", 10)
-    checker = ReceiptChecker(RUN)
+    checker = receipt_checker()
     false = kit.receipt(RUN)
-    (counted,) = await checker.check([false])
+    (counted,) = await checker.check([false], SENDER)
     checker.counted(counted)
     for number in range(20):
         transcript = kit.TRUE.model_copy(update={"gradient": f"{number:032x}"})
-        await checker.check([kit.receipt(RUN, transcript=transcript)])
+        await checker.check([kit.receipt(RUN, transcript=transcript)], SENDER)
     assert checker.envelope(verdict(kit.FALSE)) == false
 
 
@@ -73,21 +81,21 @@ def variants(count: int, **changes: object) -> list[str]:
 
 
 async def test_a_peer_cannot_have_any_number_of_its_receipts_verified_and_kept() -> None:
-    checker = ReceiptChecker(RUN, most_microbatches=1)
+    checker = receipt_checker(most_microbatches=1)
     signed = variants(20)
-    first = await checker.check(signed)
+    first = await checker.check(signed, SENDER)
     assert len(first) == 8
-    assert await checker.check(signed) == first
-    assert len(await checker.check(variants(20, step=Step(kit.STEP + 1)))) == 8
+    assert await checker.check(signed, SENDER) == first
+    assert len(await checker.check(variants(20, step=Step(kit.STEP + 1)), SENDER)) == 8
     another = kit.receipt(RUN, peer=kit.FIRST.peer_id, signer=kit.FIRST)
-    assert len(await checker.check([another])) == 1
+    assert len(await checker.check([another], SENDER)) == 1
 
 
 async def test_a_receipt_that_cannot_count_is_not_verified() -> None:
     [good] = variants(1)
     forged = good.replace("AAAA", "AAAB") if "AAAA" in good else good[:-8] + "AAAA" + good[-4:]
     with pytest.raises(SignatureError):
-        await ReceiptChecker(RUN).check([forged])
+        await receipt_checker().check([forged], SENDER)
     asked: list[tuple[PeerId, Step]] = []
 
     def may_count(sender: PeerId, receipt: Receipt) -> bool:
@@ -95,14 +103,14 @@ async def test_a_receipt_that_cannot_count_is_not_verified() -> None:
         return False
 
     sender = kit.FIRST.peer_id
-    assert await ReceiptChecker(RUN, may_count).check([good, forged], sender) == ()
+    assert await receipt_checker(may_count).check([good, forged], sender) == ()
     assert asked == [(sender, kit.STEP)] * 2
 
 
 async def test_verified_receipts_of_steps_long_ago_are_forgotten() -> None:
-    checker = ReceiptChecker(RUN)
+    checker = receipt_checker()
     for step in range(1, 50):
-        await checker.check(variants(2, step=Step(step)))
+        await checker.check(variants(2, step=Step(step)), SENDER)
     assert sum(map(len, checker._verified.values())) == 6
 
 

@@ -60,7 +60,7 @@ def test_an_evaluation_is_two_lines_and_its_text_one_of_them() -> None:
 
 
 def shown(*paths: dict[str, Any], **changes: object) -> list[str]:
-    return status_lines(document(*paths, **changes), True, 0.0)
+    return status_lines(document(*paths, running=True, **changes), 0.0)
 
 
 @pytest.mark.parametrize(

@@ -195,8 +195,8 @@ def check_applied(world: World, record: events.AppliedStep) -> None:
             raise Violation(f"stage {stage} counts {counted} microbatches: {record.shares}")
     run = world.run_state
     assert run is not None
-    assert run.steps.closing is not None
-    for member, stage in run.steps.closing.members.items():
+    assert run.steps.current is not None
+    for member, stage in run.steps.current.closing.members.items():
         peer, attempt = world.peers[member], record.attempt_of(stage)
         # A peer that has just died, or lost its worker, is not detected yet and applies nothing.
         if peer.alive and peer.link is not None and peer.link.open:
@@ -313,11 +313,11 @@ def check_event(world: World, run: RunState, event: events.Event) -> Callable[[]
     if isinstance(event, events.LeaseResolved):
         step = run.steps.numbered(event.step)
         before = None if step is None else step.leases.get(event.microbatch)
-    closing, version = run.steps.closing, int(run.history.version)
+    current, version = run.steps.current, int(run.history.version)
 
     def check() -> None:
-        if isinstance(message, Applied) and closing is not None:
-            for member in closing.applied:
+        if isinstance(message, Applied) and current is not None:
+            for member in current.closing.applied:
                 if (member, version) not in world.has_applied:
                     raise Violation(f"{member} counts as having applied step {version}")
         if step is None or not isinstance(event, events.LeaseResolved) or before is None:
@@ -402,7 +402,7 @@ def check_state(world: World) -> None:
         ):
             raise Violation(f"{cell} of {microbatch}, {stage} of the next step is held by {held}")
     if run.phase in (RunPhase.CLOSING, RunPhase.APPLYING) and (
-        step is None or step.closing is None
+        step is None or not step.closing.rounds
     ):
         raise Violation(f"{run.phase} without a close")
     for peer in run.peers.values():

@@ -336,7 +336,6 @@ class Bench:
 
     def closing(self) -> list[PeerId]:
         closing = self.step().closing
-        assert closing is not None
         return sorted(closing.members, key=lambda peer: (closing.members[peer], peer))
 
     def commands(self, kind: type[RecordT], among: Commands | None = None) -> list[RecordT]:

@@ -47,11 +47,13 @@ def _is_needed(run: RunState, peer: PeerState, now: float) -> bool:
     """
     if now - peer.leaving_since > LEAVE_TIMEOUT_SECONDS or not run.peers.has_complete_pipeline():
         return False
-    closing = run.steps.closing
-    if closing is not None and peer.peer in closing.members:
-        return True
     steps = run.steps.open()
-    if any(step.table.holds_any(peer.peer) or step.leases.driven_by(peer.peer) for step in steps):
+    if any(
+        peer.peer in step.closing.members
+        or step.table.holds_any(peer.peer)
+        or step.leases.driven_by(peer.peer)
+        for step in steps
+    ):
         return True
     return run.phase is not RunPhase.WAITING and bool(steps) and _all_leave(run, peer.stage)
 

@@ -81,7 +81,7 @@ def pace(step: StepState) -> float:
     before that.
     """
     ended_at = step.complete_at
-    if ended_at is None and step.closing is not None:
+    if ended_at is None and step.closing.rounds:
         ended_at = min(round_.began_at for round_ in step.closing.rounds.values())
     return 0.0 if ended_at is None else max(0.0, ended_at - step.previous_applied_at)
 

@@ -206,7 +206,7 @@ def _sent(run: RunState, stages: tuple[tuple[PeerRecord, ...], ...], now: float)
     awaiting = dict(run.peers.awaiting_roster)
     run.peers.awaiting_roster.clear()
     if previous is None or len(run.peers) <= SMALL_RUN_PEERS:
-        return [Send(peer, roster) for peer in run.peers]
+        return [Broadcast(tuple(run.peers), roster)]
     up_to_date = tuple(peer for peer in run.peers if peer not in awaiting)
     changed, removed = _difference(stages_before, stages)
     change = RosterChange.model_construct(

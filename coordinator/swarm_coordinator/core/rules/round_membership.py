@@ -12,7 +12,7 @@ from __future__ import annotations
 from swarm_coordinator.core.rules import state_transfer
 from swarm_coordinator.core.rules.auditing import cleared_cells
 from swarm_coordinator.core.rules.microbatches import cells
-from swarm_coordinator.core.state.close import Round
+from swarm_coordinator.core.state.close import CloseState, Round
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.state.run import RunState, enter_phase
 from swarm_coordinator.core.state.steps import FailedRound
@@ -30,12 +30,12 @@ ABORT_BACKOFF_MAXIMUM_SECONDS = 5.0
 
 def leave(run: RunState, peer: PeerId, reason: str, now: float) -> None:
     """Remove a peer from its round, if it is a member of one."""
-    closing = run.steps.closing
-    round_ = closing.round_of(peer) if closing is not None else None
-    if closing is None or round_ is None:
+    step = run.steps.current
+    round_ = None if step is None else step.closing.round_of(peer)
+    if step is None or round_ is None:
         return
     if run.phase is RunPhase.APPLYING or round_.completes_without((peer,)):
-        closing.remove_member(peer)
+        step.closing.remove_member(peer)
     else:
         abort(run, round_, reason, now, of_loss=True)
 
@@ -43,7 +43,7 @@ def leave(run: RunState, peer: PeerId, reason: str, now: float) -> None:
 def abort(run: RunState, round_: Round, reason: str, now: float, *, of_loss: bool = False) -> None:
     """Abort one round for all of its members; nothing has been applied."""
     step = run.steps.current
-    if step is None or step.closing is None:
+    if step is None or not step.closing.rounds:
         return
     run.broadcast(
         [member for member in round_.members if member in run.peers],
@@ -60,7 +60,7 @@ def abort(run: RunState, round_: Round, reason: str, now: float, *, of_loss: boo
     for peer, stage in round_.kept.items():
         cells.clear_counted(run, step, peer, (stage,))
     if not step.closing.rounds:
-        step.closing = None
+        step.closing = CloseState()
     if run.phase is RunPhase.CLOSING:
         enter_phase(run, RunPhase.COLLECT)
     names = stage_names(round_.stages)
@@ -69,8 +69,8 @@ def abort(run: RunState, round_: Round, reason: str, now: float, *, of_loss: boo
 
 def abort_all(run: RunState, reason: str, now: float) -> None:
     """Abort every round of the close."""
-    closing = run.steps.closing
-    for round_ in closing.each_round() if closing is not None else ():
+    step = run.steps.current
+    for round_ in step.closing.each_round() if step is not None else ():
         abort(run, round_, reason, now)
 
 
@@ -82,7 +82,7 @@ def retract(run: RunState, now: float) -> None:
     step = run.steps.current
     if step is None or run.phase is RunPhase.APPLYING:
         return
-    for round_ in step.closing.each_round() if step.closing is not None else ():
+    for round_ in step.closing.each_round():
         wrong = run.audits.expelled.keys() & (round_.members.keys() | round_.kept.keys())
         if wrong or any(stage in round_.stages for _, stage in retracted):
             abort(run, round_, "an audit found wrong what its average contains", now, of_loss=True)
@@ -92,9 +92,8 @@ def retract(run: RunState, now: float) -> None:
 
 def rejoin(run: RunState, peer: PeerId, stage: StageIndex, averaged_attempt: int | None) -> None:
     """Restore a lost member that has returned with its round's average: it can still apply."""
-    closing = run.steps.closing
-    round_ = closing.rounds.get(stage) if closing is not None else None
-    if closing is None or round_ is None or run.phase is RunPhase.APPLYING:
+    step, round_ = run.steps.current, run.steps.round_of(stage)
+    if step is None or round_ is None or run.phase is RunPhase.APPLYING:
         return
     if round_.attempt == averaged_attempt and round_.kept.get(peer) == stage:
-        closing.restore_member(peer, stage)
+        step.closing.restore_member(peer, stage)

@@ -35,7 +35,7 @@ from swarm_coordinator.core.rules import (
 from swarm_coordinator.core.rules.closing import exclusions, step_times, sum_checks, time_limits
 from swarm_coordinator.core.rules.microbatches import cells
 from swarm_coordinator.core.rules.release import Release, release
-from swarm_coordinator.core.state.close import CloseState, Round, SquaredNorms
+from swarm_coordinator.core.state.close import Round, SquaredNorms
 from swarm_coordinator.core.state.peers import PeerPhase, PeerState, owner_of, short
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.state.run import RunState, enter_phase
@@ -118,14 +118,13 @@ def _open_rounds(
     run.steps.last_attempt += 1
     step.attempt = run.steps.last_attempt
     # The rounds that open one after another until one fails are the first attempt.
-    step.closes += step.closing is None or bool(step.failed_rounds)
+    step.closes += not step.closing.rounds or bool(step.failed_rounds)
     members = {stage: [p.peer for p in run.peers.ready(stage)] for stage in opened}
     groups = {
         stage: tuple(sorted(members[stage] + [p for p, to in switching.items() if to == stage]))
         for stage in opened
     }
     reductions = {stage: _reductions(run, groups, stage) for stage in opened}
-    step.closing = step.closing or CloseState()
     owners = {p: owner_of(run.peers[p]) for stage in opened for p in members[stage]}
     for stages in rounds:
         step.attempts.update(dict.fromkeys(stages, step.attempt))
@@ -166,7 +165,7 @@ def _send_close(
         step=step.step, attempt=step.attempt, committed=(), reductions=reductions[stage]
     )  # fmt: skip
     idle: list[PeerId] = []
-    sums = step.closing.rounds[stage].sums if step.closing is not None else None
+    sums = step.closing.rounds[stage].sums
     for member in run.peers.ready(stage):
         peer = member.peer
         # A peer that has changed stage in this step may have cells in the old stage's average.
@@ -216,7 +215,7 @@ def report(run: RunState, peer: PeerState, message: RoundReport, now: float) -> 
         return
     if message.attempt != step.attempts.get(peer.stage):
         return
-    round_ = step.closing.round_of(peer.peer) if step.closing is not None else None
+    round_ = step.closing.round_of(peer.peer)
     if round_ is None:
         # Another member's failure has ended this attempt already. A failure report still counts
         # against its own sender, unless the sender's gradient is in an average that stands.
@@ -239,7 +238,7 @@ def report(run: RunState, peer: PeerState, message: RoundReport, now: float) -> 
 def sums_stated(run: RunState, peer: PeerState, event: SumsStated, now: float) -> None:
     """Handle a member's answer to a check of sums; an answer to another check is ignored."""
     step = run.steps.current
-    round_ = step.closing.round_of(peer.peer) if step is not None and step.closing else None
+    round_ = None if step is None else step.closing.round_of(peer.peer)
     if step is None or round_ is None or not sum_checks.awaits(round_, peer, event):
         return
     time_limits.charge_late_report(run, step, round_, peer, now)
@@ -253,19 +252,20 @@ def sums_stated(run: RunState, peer: PeerState, event: SumsStated, now: float) -
 
 def advance_close(run: RunState, now: float) -> None:
     """Continue the close once the last awaited answer has arrived or its sender has left."""
-    step, closing = run.steps.current, run.steps.closing
-    if step is None or closing is None:
+    step = run.steps.current
+    if step is None or not step.closing.rounds:
         return
     if run.phase is RunPhase.APPLYING:
-        _finish_when_applied(run, closing, now)
+        _finish_when_applied(run, step, now)
         return
+    closing = step.closing
     for round_ in closing.each_round():
         if round_.awaited or round_.averaged:
             continue
         if sum_checks.advance(run, step, round_, now):
             _check_agreement(run, step, round_, now)
     if run.phase is RunPhase.CLOSING and all(r.averaged for r in closing.each_round()):
-        _decide(run, step, closing, now)
+        _decide(run, step, now)
 
 
 def _cannot_apply(run: RunState, peer: PeerState, message: RoundReport, now: float) -> None:
@@ -415,9 +415,9 @@ def _attached_since(run: RunState, peer_id: PeerId) -> float:
     return math.inf if peer is None else peer.session
 
 
-def _decide(run: RunState, step: StepState, closing: CloseState, now: float) -> None:
+def _decide(run: RunState, step: StepState, now: float) -> None:
     """Make the step durable, then instruct every member to apply it."""
-    total = 0.0
+    closing, total = step.closing, 0.0
     for stage, round_ in sorted(closing.rounds.items()):
         own, tied = round_.squares[stage]
         total += own + (tied if stage == 0 else 0.0)
@@ -426,7 +426,7 @@ def _decide(run: RunState, step: StepState, closing: CloseState, now: float) -> 
             run, "the norm of the whole gradient is not a finite number", now
         )
         return
-    applied = _applied_step(run, step, closing, math.sqrt(total), now)
+    applied = _applied_step(run, step, math.sqrt(total), now)
     run.commands.append(Persist(applied))
     if run.audits.settings.rolls_back:
         counted = (run.peers.get(share.peer) for share in applied.shares)
@@ -453,15 +453,13 @@ def _decide(run: RunState, step: StepState, closing: CloseState, now: float) -> 
         )
 
 
-def _applied_step(
-    run: RunState, step: StepState, closing: CloseState, norm: float, now: float
-) -> AppliedStep:
+def _applied_step(run: RunState, step: StepState, norm: float, now: float) -> AppliedStep:
     last = run.last_stage
     last_cells = [cell for (_, stage), cell in step.table.items() if stage == last]
     tokens = sum(cell.tokens for cell in last_cells)
     shares = Counter((cell.peer, stage) for (_, stage), cell in step.table.items())
     per_microbatch = run.manifest.tokens_per_microbatch
-    attempts = tuple(closing.rounds[stage].attempt for stage in run.stage_indices)
+    attempts = tuple(step.closing.rounds[stage].attempt for stage in run.stage_indices)
     return AppliedStep(
         step=step.step,
         attempt=step.attempt,
@@ -481,7 +479,7 @@ def _applied_step(
 
 def applied(run: RunState, peer: PeerState, message: Applied, now: float) -> None:
     """Handle a member's confirmation that it has applied a step."""
-    transfer, closing, version = peer.transfer, run.steps.closing, Version(message.step)
+    transfer, step, version = peer.transfer, run.steps.current, Version(message.step)
     late = transfer is not None and transfer.missed_apply == message.step
     if transfer is not None:
         transfer.missed_apply = None
@@ -490,13 +488,12 @@ def applied(run: RunState, peer: PeerState, message: Applied, now: float) -> Non
             # It has caught up with a step that is not the last one.
             run.peers.lose_source(peer, transfer)
         return
-    if run.phase is RunPhase.APPLYING and closing and peer.peer in closing.members:
+    if step is not None and run.phase is RunPhase.APPLYING and peer.peer in step.closing.members:
         run.peers.set_version(peer, version)
-        step = run.steps.current
-        if step is not None and closing.most_applied_at and peer.peer not in closing.applied:
-            time_limits.charge_late_apply(run, step, closing, peer, now)
-        closing.record_applied(peer.peer, (message.digest, message.norm), now)
-        _finish_when_applied(run, closing, now)
+        if step.closing.most_applied_at and peer.peer not in step.closing.applied:
+            time_limits.charge_late_apply(run, step, peer, now)
+        step.closing.record_applied(peer.peer, (message.digest, message.norm), now)
+        _finish_when_applied(run, step, now)
     elif late and transfer is not None and not run.history.may_be(transfer.stage, message.digest):
         membership.resync(run, peer, _OTHER_STATE, now)
     elif late and transfer is not None:
@@ -508,13 +505,12 @@ def applied(run: RunState, peer: PeerState, message: Applied, now: float) -> Non
         run.roster.dirty = True
 
 
-def _finish_when_applied(run: RunState, closing: CloseState, now: float) -> None:
+def _finish_when_applied(run: RunState, step: StepState, now: float) -> None:
     """Once every remaining member has applied, compare replicas and end the step."""
+    closing = step.closing
     if not closing.members.keys() <= closing.applied.keys():
         return  # a member that applied and was lost since is in neither
-    if run.steps.current is not None:
-        times = step_times.of_applied_step(run.steps.current, closing, now)
-        run.commands.append(Remember(times))
+    run.commands.append(Remember(step_times.of_applied_step(step, now)))
     enter_phase(run, RunPhase.WAITING)
     run.checkpoints.snapshots.clear()
     run.roster.dirty = True

@@ -106,8 +106,8 @@ class StepState:
     blamed: set[PeerId] = field(default_factory=set)
     """Peers that were flagged in this step for results that are not finite."""
     audits: StepAudits = field(default_factory=StepAudits)
-    closing: CloseState | None = None
-    """The close, from its first round until the step ends or no stage has a round."""
+    closing: CloseState = field(default_factory=CloseState)
+    """The close, which begins with the first of its rounds and is over when none is left."""
     close_not_before: float = 0.0
     complete_at: float | None = None
     """When the table was first complete. Joining peers may delay the close for a bounded time from
@@ -162,11 +162,6 @@ class StepsInProgress:
     """Whether this start of the coordinator has begun a step."""
     masks: list[PendingMask] = field(default_factory=list)
 
-    @property
-    def closing(self) -> CloseState | None:
-        """The close of the current step."""
-        return self.current.closing if self.current is not None else None
-
     def open(self) -> tuple[StepState, ...]:
         """The steps in progress, the current one first."""
         return tuple(step for step in (self.current, self.ahead) if step is not None)
@@ -181,6 +176,6 @@ class StepsInProgress:
     def round_of(self, stage: StageIndex | None) -> Round | None:
         """The stage's round in the current step; until it ends, no cell of the stage is cleared and
         no peer joins the stage."""
-        if self.current is None or self.current.closing is None or stage is None:
+        if self.current is None or stage is None:
             return None
         return self.current.closing.rounds.get(stage)

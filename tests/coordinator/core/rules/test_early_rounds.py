@@ -30,8 +30,7 @@ def sent_to(bench: Bench, kind: type[Any]) -> set[str]:
 
 
 def members(bench: Bench) -> set[str]:
-    closing = bench.run.steps.closing
-    return set(closing.members) if closing is not None else set()
+    return set(bench.step().closing.members)
 
 
 def orders(bench: Bench) -> list[tuple[str, Audit]]:

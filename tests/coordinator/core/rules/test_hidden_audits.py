@@ -180,9 +180,7 @@ def test_a_seed_that_members_know_serves_no_other_attempt() -> None:
     bench = filled("a0", "b0", stages=1)
     bench.tick(60.0)  # no auditor answers
     (whole,) = bench.step().audits.whole.values()
-    closing = bench.step().closing
-    assert closing is not None
-    (found,) = closing.each_round()
+    (found,) = bench.step().closing.each_round()
     assert whole.seed in whole_audits.seeds_for(bench.run, bench.step(), found)
     whole_audits.reveal(bench.step(), found, whole.seed)
     assert whole.seed not in whole_audits.seeds_for(bench.run, bench.step(), found)

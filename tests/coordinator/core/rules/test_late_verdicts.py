@@ -162,7 +162,7 @@ def test_a_verdict_during_a_close_aborts_it() -> None:
     bench.fill()
     bench.event_tick()
     assert roll_backs(bench) == [0]
-    assert bench.run.steps.closing is None
+    assert bench.run.steps.current is None
     assert not lots.audits
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from swarm_coordinator.core.rules import held_up, membership, round_membership
 from swarm_coordinator.core.rules.closing import exclusions
-from swarm_coordinator.core.state.close import CloseState, Round
+from swarm_coordinator.core.state.close import Round
 from swarm_coordinator.core.state.peers import PeerState, short
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.state.run import RunState
@@ -29,11 +29,11 @@ MAX_TIME_FACTOR = 32
 def time_out(run: RunState, now: float) -> None:
     """End a round or an apply that exceeds its time limit, without its silent members."""
     step = run.steps.current
-    if step is None or step.closing is None:
+    if step is None or not step.closing.rounds:
         return
     closing, limit = step.closing, run.manifest.limits.lease_seconds
     if run.phase is RunPhase.APPLYING:
-        _time_out_apply(run, step, closing, now)
+        _time_out_apply(run, step, now)
         return
     # Large states take long over slow uplinks: the limit follows the step before, and doubles with
     # each attempt that timed out.
@@ -48,11 +48,12 @@ def time_out(run: RunState, now: float) -> None:
             _proceed_without_last(run, step, round_, now)
 
 
-def _time_out_apply(run: RunState, step: StepState, closing: CloseState, now: float) -> None:
+def _time_out_apply(run: RunState, step: StepState, now: float) -> None:
     """Continue without members that do not apply; a member that shares its stage has less time.
 
     The last holder of a stage has the whole time limit: without it the stage would be lost.
     """
+    closing = step.closing
     most_at = closing.most_applied_at
     over = now - closing.decided_at > run.manifest.limits.lease_seconds
     if not over and (
@@ -66,17 +67,16 @@ def _time_out_apply(run: RunState, step: StepState, closing: CloseState, now: fl
         run.note(f"{short(peer_id)} did not apply step {step.step} in time", peer_id)
         peer = run.peers.get(peer_id)
         if peer is not None:
-            charge_late_apply(run, step, closing, peer, now)
+            charge_late_apply(run, step, peer, now)
             if shared and not over:
                 held_up.record_held_up_alone(run, peer, now)
         closing.remove_member(peer_id)
 
 
-def charge_late_apply(
-    run: RunState, step: StepState, closing: CloseState, peer: PeerState, now: float
-) -> None:
+def charge_late_apply(run: RunState, step: StepState, peer: PeerState, now: float) -> None:
     """Charge a member the time by which it applies later than the others, if another member of its
     stage has applied."""
+    closing = step.closing
     if closing.members[peer.peer] in closing.last_applied_at:
         # Without most of the members, what applying takes here is unknown.
         most_at = closing.most_applied_at or closing.decided_at

@@ -270,7 +270,7 @@ def clear_work(run: RunState, peer: PeerId, now: float) -> None:
     for step in run.steps.open():
         for microbatch in list(step.owing):
             cells.owes_no_more(step, microbatch, peer)
-        kept = step.closing.kept_stages(peer) if step.closing is not None else frozenset()
+        kept = step.closing.kept_stages(peer)
         cells.clear_counted(run, step, peer, [s for s in run.stage_indices if s not in kept])
         _free_leases(run, step, peer, now)
 
