@@ -143,7 +143,8 @@ class Daemon:
         self._ending = False
         self._participation_scope: trio.CancelScope | None = None
         self._handing_over = False
-        self._changed = trio.Event()
+        self._changed = trio.lowlevel.ParkingLot()
+        """Tasks that wait for another run, another pause, or the end."""
 
     # ---- life
 
@@ -198,7 +199,7 @@ class Daemon:
             elif self._target is None and self._foreground:
                 return
             else:
-                await self._changed.wait()
+                await self._changed.park()
 
     async def _take_part(self, join: JoinArguments) -> None:
         """Participate once, to the end; what comes next is in `_target` then."""
@@ -340,8 +341,7 @@ class Daemon:
         self._wake()
 
     def _wake(self) -> None:
-        self._changed.set()
-        self._changed = trio.Event()
+        self._changed.unpark_all()
 
     # ---- commands
 
@@ -514,9 +514,9 @@ class Daemon:
         while True:
             pause = self._stored_runs.pause
             if pause is None or pause.until is None:
-                await self._changed.wait()
+                await self._changed.park()
             elif self._wall() >= pause.until:
                 self.resume()
             else:
                 with trio.move_on_after(min(CHECK_SECONDS, pause.until - self._wall())):
-                    await self._changed.wait()
+                    await self._changed.park()

@@ -83,7 +83,9 @@ class StageManager:
     _running: dict[TenureNumber, _RunningTenure] = field(default_factory=dict, init=False)
     _step_closer: StepCloser | None = field(default=None, init=False)
     """The step closer of the stage that is served."""
-    _tenure_ended: trio.Event = field(default_factory=trio.Event, init=False)
+    _tenure_ended: trio.lowlevel.ParkingLot = field(
+        default_factory=trio.lowlevel.ParkingLot, init=False
+    )
     _limits: WorkerLimits = field(default=WorkerLimits(), init=False)
     _dropping: int = field(default=0, init=False)
     """The sum of what the orders in progress to take microbatches out count, in microbatches."""
@@ -165,7 +167,7 @@ class StageManager:
         self._rules.drop()
         self._carry_out()
         while not self._rules.all_ended:
-            await self._tenure_ended.wait()
+            await self._tenure_ended.park()
 
     def limit(self, limits: WorkerLimits) -> None:
         """Apply the limits to all workers from now on; a busy worker applies them afterwards."""
@@ -343,8 +345,7 @@ class StageManager:
                 self._rules.worker_died(number, str(died))
         del self._running[number]
         self._carry_out()
-        self._tenure_ended.set()
-        self._tenure_ended = trio.Event()
+        self._tenure_ended.unpark_all()
 
     async def _run_worker(self, tenure: _RunningTenure) -> WorkerDied | None:
         """Serve the assigned stage, and again when it is assigned again, until its worker dies."""
