@@ -121,8 +121,8 @@ class Daemon:
         self.identity = Identity.load_or_create(home.identity_path)
         self.log_buffer = LogBuffer(wall_clock)
         self._preferences_path = preferences_path(home.path)
-        self.device_group: DeviceGroup | None = None
-        self.governor: Governor | None = None
+        self._governor: Governor | None = None
+        """The governor of the participation, once its devices are there."""
         self._report = report
         self._foreground = foreground
         self._notifier = notifier or Notifier()
@@ -220,8 +220,7 @@ class Daemon:
         finally:
             if self.device_group is not None and self._contribution.steps:
                 self.event(str(self._contribution))
-            self.device_group, self._participation_scope, self._handing_over = None, None, False
-            self.governor = None
+            self._governor, self._participation_scope, self._handing_over = None, None, False
         if finished and self._target is join:
             self._target, self._stopped = None, StopCause(SuspendReason.RUN_FINISHED)
             self._store_runs(self._stored_runs.choosing(None))
@@ -257,11 +256,15 @@ class Daemon:
 
     # ---- a participation (`swarm_client.daemon.participation`)
 
-    def _participation_began(self, device_group: DeviceGroup, governor: Governor) -> None:
-        self.device_group, self.governor = device_group, governor
-        self.failure = None
+    @property
+    def device_group(self) -> DeviceGroup | None:
+        """The volunteers of the participation; None while no run is worked on."""
+        return None if self._governor is None else self._governor.device_group
+
+    def _participation_began(self, governor: Governor) -> None:
+        self._governor, self.failure = governor, None
         if self._stored_runs.pause is not None:
-            device_group.pause(self._stored_runs.pause.until)
+            governor.device_group.pause(self._stored_runs.pause.until)
 
     def _admitted(self, join: JoinArguments, membership: Membership) -> None:
         if self._target is join:
@@ -383,11 +386,11 @@ class Daemon:
 
     async def status(self) -> Status:
         """Return the status that the control API reports."""
-        governor = self.governor
+        governor = self._governor
         readings = await self._read_system() if governor is None else governor.readings
         pause = self._stored_runs.pause
         return self._status_builder.status(
-            self.device_group, governor,
+            governor,
             DaemonFacts(
                 now=self._wall(), moment=monotonic(), started_at=self._started_at,
                 peer=self.identity.peer_id,

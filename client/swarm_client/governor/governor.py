@@ -97,7 +97,7 @@ class Governor:
     ) -> None:
         self.source = source
         self._home = home
-        self._device_group = device_group
+        self.device_group = device_group
         self._records = tuple(
             _DeviceRecord.for_volunteer(volunteer) for volunteer in device_group.volunteers
         )
@@ -124,16 +124,12 @@ class Governor:
         last_seen = self._records[0].memory.at_any.last_seen
         return None if last_seen is None else max(0.0, trio.current_time() - last_seen)
 
-    def device_decision(self, device_id: str) -> tuple[GovernorDecision, bool] | None:
+    def device_decision(self, device_id: str) -> tuple[GovernorDecision, bool]:
         """The device's decision, and whether its present suspension is the governor's."""
-        for record in self._records:
-            if record.device.id == device_id:
-                ordered = (
-                    record.own_suspension is not None
-                    and record.volunteer.suspended is record.own_suspension
-                )
-                return record.decision, ordered
-        return None
+        record = next(record for record in self._records if record.device.id == device_id)
+        own_suspension = record.own_suspension
+        ordered = own_suspension is not None and record.volunteer.suspended is own_suspension
+        return record.decision, ordered
 
     # ---- the loop
 
@@ -168,7 +164,7 @@ class Governor:
                 preferences, self.readings, record.memory, now, record.device.name
             )
         self._apply_machine_limits()
-        active = tuple(self._device_group.active)
+        active = tuple(self.device_group.active)
         for record in self._records:
             if record.volunteer in active:
                 self._apply_device_limits(record)

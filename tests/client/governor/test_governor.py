@@ -317,7 +317,7 @@ async def test_both_devices_are_paused_and_a_users_own_pause_of_one_is_left_alon
 
 async def test_a_device_that_takes_part_no_more_is_left_alone(tmp_path: Path) -> None:
     rig = Rig(tmp_path, "run_if_user_active = false", devices=2)
-    rig.governor._device_group.ended.add(rig.other_volunteers[0].node.peer_id)
+    rig.governor.device_group.ended.add(rig.other_volunteers[0].node.peer_id)
     rig.somebody.idle = 1.0
     assert await rig.look() is SuspendReason.USER_ACTIVE
     assert rig.other_volunteers[0].suspended is None
