@@ -146,7 +146,7 @@ class AveragingWorker:
         self._kept: dict[str, Numbered] = {}
         """The latest messages, by name, that every new worker is sent before the first request."""
         self.restarts = 0
-        """Number of restarts after a death, for the status display."""
+        """Number of restarts after a death."""
 
     # ----------------------------------------------------------------------------------- status
 
@@ -352,7 +352,6 @@ class AveragingWorker:
                     self._bridge.listening(sockets),
                     start_child(
                         MODULE,
-                        (),
                         incoming=worker_messages,
                         log_path=log_path,
                         # Memory speed bounds its sums; more threads would only take cores away.
