@@ -25,7 +25,7 @@ from swarm_client.volunteer.context import VolunteerContext
 from swarm_client.volunteer.gradient_averager import GroupAverager
 from swarm_client.volunteer.member import Member
 from swarm_client.volunteer.pause import Pause
-from swarm_client.volunteer.peer_directory import PeerDirectory
+from swarm_client.volunteer.peer_directory import PUBLISH_INTERVAL_SECONDS, PeerDirectory
 from swarm_client.volunteer.reconnect import Attachment, heartbeat_seconds
 from swarm_client.volunteer.snapshots import SnapshotStore
 from swarm_client.volunteer.stage_manager import WorkerLimits
@@ -131,11 +131,16 @@ class Volunteer:
         return () if self.member is None else self.member.downloads
 
     async def use_directory(self) -> None:
-        """Publish this peer in hivemind's DHT; look other members up while the coordinator is
-        absent."""
-        await self._directory.run(
-            self._directory_record, lambda: not self.attachment.attached, self.roster.refresh
-        )
+        """Publish this peer in hivemind's DHT while it holds a stage; then look other members up,
+        too, while the coordinator is absent."""
+        while True:
+            record = self._directory_record()
+            if record is not None:
+                await self._directory.publish(record)
+                if not self.attachment.attached:
+                    for member_record in await self._directory.lookup():
+                        self.roster.refresh(member_record)
+            await trio.sleep(PUBLISH_INTERVAL_SECONDS)
 
     def _directory_record(self) -> PeerRecord | None:
         holding, membership = self.holding, self.membership
