@@ -34,8 +34,8 @@ from swarm_client.governor.transfer_quota import TransferCounts
 from swarm_client.machine.devices import Device
 from swarm_client.machine.home import Home
 from swarm_client.preferences import PreferenceSource
+from swarm_client.volunteer.context import WorkerLimits
 from swarm_client.volunteer.device_group import DeviceGroup
-from swarm_client.volunteer.stage_manager import WorkerLimits
 from swarm_client.volunteer.volunteer import Volunteer
 from swarm_shared.base.errors import SwarmError
 from swarm_shared.base.memory import MemoryOffer

@@ -23,8 +23,8 @@ from swarm_client.machine.devices import Device
 from swarm_client.machine.home import Home
 from swarm_client.preferences import PreferenceSource
 from swarm_client.preferences.file import set_preference
+from swarm_client.volunteer.context import WorkerLimits
 from swarm_client.volunteer.device_group import DeviceGroup
-from swarm_client.volunteer.stage_manager import WorkerLimits
 from swarm_shared.base.errors import StorageError
 from swarm_shared.base.memory import MemoryOffer
 from swarm_shared.base.types import PeerId, RunId
