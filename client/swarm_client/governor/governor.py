@@ -38,7 +38,6 @@ from swarm_client.volunteer.context import WorkerLimits
 from swarm_client.volunteer.device_group import DeviceGroup
 from swarm_client.volunteer.volunteer import Volunteer
 from swarm_shared.base.errors import SwarmError
-from swarm_shared.base.memory import MemoryOffer
 from swarm_shared.base.types import RunId
 from swarm_shared.network import Bandwidth
 from swarm_shared.settings.commented_toml import toml_value
@@ -66,19 +65,11 @@ class _DeviceRecord:
     volunteer: Volunteer
     device: Device
     """The device as it was offered at the start, without the preferences."""
-    offered: MemoryOffer
-    """The memory that was offered last, as the preferences have it."""
     memory: PolicyMemory = field(default_factory=PolicyMemory)
     decision: GovernorDecision = field(default_factory=lambda: GovernorDecision((), Limits()))
     own_suspension: Suspension | None = None
     """The suspension that the governor ordered."""
     reported_reasons: tuple[object, ...] = ()
-
-    @classmethod
-    def for_volunteer(cls, volunteer: Volunteer) -> _DeviceRecord:
-        """Return the record of a volunteer for which nothing was decided yet."""
-        device = volunteer.context.options.device
-        return cls(volunteer, device, device.memory)
 
 
 class Governor:
@@ -99,7 +90,8 @@ class Governor:
         self._home = home
         self.device_group = device_group
         self._records = tuple(
-            _DeviceRecord.for_volunteer(volunteer) for volunteer in device_group.volunteers
+            _DeviceRecord(volunteer, volunteer.context.options.device)
+            for volunteer in device_group.volunteers
         )
         self._bandwidth = bandwidth
         self._run = run
@@ -214,9 +206,8 @@ class Governor:
             device, self.source.current.preferences, sharers, len(self._records),
             has_display=record.memory.at_display.last_seen is not None,
         )  # fmt: skip
-        volunteer.offer_memory(offered)
-        if offered != record.offered:
-            record.offered = offered
+        if offered != volunteer.context.options.device.memory:
+            volunteer.offer_memory(offered)
             why = "" if offered == device.memory else ": the preferences leave no more"
             self._report_for(record, f"a stage may take {offered}{why}")
         self._suspend_or_resume(record)

@@ -392,8 +392,6 @@ class Volunteer:
     def offer_memory(self, memory: MemoryOffer) -> None:
         """Set the memory that a stage may take. A held stage keeps to it, or is handed over."""
         options = self.context.options
-        if memory == options.device.memory:
-            return
         options.device = options.device.offering(memory)
         if self.member is not None:
             self.member.stages.offer_changed()
