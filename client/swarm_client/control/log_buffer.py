@@ -30,7 +30,7 @@ class LogBuffer(logging.Handler):
         self._lines: deque[LogLine] = deque(maxlen=MAX_LINES)
         self._number = 0
         self._guard = threading.Lock()
-        self._changed = trio.Event()
+        self._changed = trio.lowlevel.ParkingLot()
         self._token = trio.lowlevel.current_trio_token()
         self.setFormatter(logging.Formatter("%(name)s: %(message)s"))
 
@@ -50,7 +50,7 @@ class LogBuffer(logging.Handler):
     async def wait_after(self, number: int) -> None:
         """Wait until there is a line with a higher number."""
         while self._number <= number:
-            await self._changed.wait()
+            await self._changed.park()
 
     def _add(self, time: float, level: str, text: str) -> None:
         with self._guard:
@@ -61,10 +61,6 @@ class LogBuffer(logging.Handler):
                 )
             )
         try:
-            self._token.run_sync_soon(self._wake, idempotent=True)
+            self._token.run_sync_soon(self._changed.unpark_all, idempotent=True)
         except trio.RunFinishedError:
             return  # the daemon has ended; no task waits any more
-
-    def _wake(self) -> None:
-        self._changed.set()
-        self._changed = trio.Event()

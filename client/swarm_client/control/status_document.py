@@ -74,9 +74,9 @@ class DeviceView(ControlModel):
     stage."""
     peer: str = ""
     """Its peer ID: each device is a member of the run in its own right."""
-    state: DaemonState | None = None
+    state: DaemonState
     reason: SuspendReason | None = None
-    sentence: str = ""
+    sentence: str
     """`state`, `reason`, `sentence` and `until` as in `Status`, for this device."""
     until: float | None = None
 

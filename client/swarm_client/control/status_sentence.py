@@ -124,14 +124,12 @@ assert set(_STATE_PRECEDENCE) == set(DaemonState)
 
 
 def combine_devices(devices: Sequence[DeviceView]) -> StateDescription:
-    """The description of a machine from those of its devices; at least one device has one."""
-    described = [d for d in devices if d.state is not None]
-    first = min(described, key=lambda d: _STATE_PRECEDENCE.index(d.state or DaemonState.STOPPED))
-    assert first.state is not None
+    """The description of a machine from those of its devices; there is at least one."""
+    first = min(devices, key=lambda device: _STATE_PRECEDENCE.index(device.state))
     sentence = first.sentence
-    if any(d.sentence != first.sentence for d in described):
-        sentence = "; ".join(f"{d.id}: {d.sentence}" for d in described)
-    alike = all((d.state, d.until) == (first.state, first.until) for d in described)
+    if any(d.sentence != first.sentence for d in devices):
+        sentence = "; ".join(f"{d.id}: {d.sentence}" for d in devices)
+    alike = all((d.state, d.until) == (first.state, first.until) for d in devices)
     return StateDescription(first.state, sentence, first.reason, first.until if alike else None)
 
 

@@ -121,8 +121,8 @@ class Daemon:
         self.identity = Identity.load_or_create(home.identity_path)
         self.log_buffer = LogBuffer(wall_clock)
         self._preferences_path = preferences_path(home.path)
-        self.device_group: DeviceGroup | None = None
-        self.governor: Governor | None = None
+        self._governor: Governor | None = None
+        """The governor of the participation, once its devices are there."""
         self._report = report
         self._foreground = foreground
         self._notifier = notifier or Notifier()
@@ -143,7 +143,8 @@ class Daemon:
         self._ending = False
         self._participation_scope: trio.CancelScope | None = None
         self._handing_over = False
-        self._changed = trio.Event()
+        self._changed = trio.lowlevel.ParkingLot()
+        """Tasks that wait for another run, another pause, or the end."""
 
     # ---- life
 
@@ -198,7 +199,7 @@ class Daemon:
             elif self._target is None and self._foreground:
                 return
             else:
-                await self._changed.wait()
+                await self._changed.park()
 
     async def _take_part(self, join: JoinArguments) -> None:
         """Participate once, to the end; what comes next is in `_target` then."""
@@ -219,8 +220,7 @@ class Daemon:
         finally:
             if self.device_group is not None and self._contribution.steps:
                 self.event(str(self._contribution))
-            self.device_group, self._participation_scope, self._handing_over = None, None, False
-            self.governor = None
+            self._governor, self._participation_scope, self._handing_over = None, None, False
         if finished and self._target is join:
             self._target, self._stopped = None, StopCause(SuspendReason.RUN_FINISHED)
             self._store_runs(self._stored_runs.choosing(None))
@@ -256,11 +256,15 @@ class Daemon:
 
     # ---- a participation (`swarm_client.daemon.participation`)
 
-    def _participation_began(self, device_group: DeviceGroup, governor: Governor) -> None:
-        self.device_group, self.governor = device_group, governor
-        self.failure = None
+    @property
+    def device_group(self) -> DeviceGroup | None:
+        """The volunteers of the participation; None while no run is worked on."""
+        return None if self._governor is None else self._governor.device_group
+
+    def _participation_began(self, governor: Governor) -> None:
+        self._governor, self.failure = governor, None
         if self._stored_runs.pause is not None:
-            device_group.pause(self._stored_runs.pause.until)
+            governor.device_group.pause(self._stored_runs.pause.until)
 
     def _admitted(self, join: JoinArguments, membership: Membership) -> None:
         if self._target is join:
@@ -340,8 +344,7 @@ class Daemon:
         self._wake()
 
     def _wake(self) -> None:
-        self._changed.set()
-        self._changed = trio.Event()
+        self._changed.unpark_all()
 
     # ---- commands
 
@@ -383,11 +386,11 @@ class Daemon:
 
     async def status(self) -> Status:
         """Return the status that the control API reports."""
-        governor = self.governor
+        governor = self._governor
         readings = await self._read_system() if governor is None else governor.readings
         pause = self._stored_runs.pause
         return self._status_builder.status(
-            self.device_group, governor,
+            governor,
             DaemonFacts(
                 now=self._wall(), moment=monotonic(), started_at=self._started_at,
                 peer=self.identity.peer_id,
@@ -514,9 +517,9 @@ class Daemon:
         while True:
             pause = self._stored_runs.pause
             if pause is None or pause.until is None:
-                await self._changed.wait()
+                await self._changed.park()
             elif self._wall() >= pause.until:
                 self.resume()
             else:
                 with trio.move_on_after(min(CHECK_SECONDS, pause.until - self._wall())):
-                    await self._changed.wait()
+                    await self._changed.park()

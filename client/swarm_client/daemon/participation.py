@@ -66,7 +66,7 @@ async def participate(
     identity: Identity,
     contribution: ContributionCounter,
     report: Report,
-    begun: Callable[[DeviceGroup, Governor], None],
+    begun: Callable[[Governor], None],
     admitted: Callable[[Membership], None],
 ) -> DeviceGroup:
     """Participate with every device until the run is finished or all have left; return the devices.
@@ -113,7 +113,7 @@ async def participate(
                 governor = Governor(
                     source, home, device_group, bandwidth, invite.run_id, report, probes
                 )
-                begun(device_group, governor)
+                begun(governor)
                 await governor.tick()  # first: a Hello offers what the preferences leave
                 nursery.start_soon(governor.run)
                 may_attach.set()

@@ -119,20 +119,19 @@ class StatusBuilder:
         self._traffic = _Traffic()
         self._activities: dict[PeerId, _Activity] = {}
 
-    def status(
-        self, device_group: DeviceGroup | None, governor: Governor | None, facts: DaemonFacts
-    ) -> Status:
-        """Return the status; `device_group` and `governor` are None while no run is worked on."""
-        devices = tuple(self._devices(device_group, governor, facts)) if device_group else ()
-        if device_group is None:
+    def status(self, governor: Governor | None, facts: DaemonFacts) -> Status:
+        """Return the status; `governor` is None while no run is worked on."""
+        if governor is None:
             stopped = StatusFacts(stopped=facts.stopped, suspension=facts.suspension)
             described = describe(stopped, facts.now)
+            of_run: dict[str, Any] = {}
         else:
+            devices = tuple(self._devices(governor, facts))
             described = combine_devices(devices)
-        of_run: dict[str, Any] = {}
-        if device_group is not None:
+            device_group = governor.device_group
             reporting_device = device_group.reporting_device
             of_run = {
+                "devices": devices, "traffic": self._traffic_view(governor, facts.moment),
                 "run": run_view(reporting_device), "stages": stage_views(reporting_device),
                 "peers": peer_views(device_group), "leaderboard": leaderboard(device_group),
                 "audits": audits(device_group),
@@ -147,28 +146,23 @@ class StatusBuilder:
             peer=facts.peer,
             name=facts.name,
             runs=facts.runs,
-            devices=devices,
             machine=machine_view(
                 facts.readings, None if governor is None else governor.user_idle_seconds()
             ),
-            traffic=self._traffic_view(device_group, governor, facts.moment),
             contribution=facts.contribution_log.view(today),
             away=facts.interruption,
             **of_run,
         )
 
-    def _devices(
-        self, device_group: DeviceGroup, governor: Governor | None, facts: DaemonFacts
-    ) -> Iterator[DeviceView]:
-        for volunteer in device_group.volunteers:
-            failure = device_group.failures.get(volunteer.node.peer_id)
+    def _devices(self, governor: Governor, facts: DaemonFacts) -> Iterator[DeviceView]:
+        for volunteer in governor.device_group.volunteers:
+            failure = governor.device_group.failures.get(volunteer.node.peer_id)
             if failure is None:
                 described = describe(self._device_facts(volunteer, facts), facts.now)
             else:
                 stopped = StatusFacts(stopped=stopped_by(failure))
                 described = describe(stopped, facts.now)
-            view = device_view(volunteer, described)
-            yield view if governor is None else governed_device_view(view, governor)
+            yield governed_device_view(device_view(volunteer, described), governor)
 
     def _device_facts(self, volunteer: Volunteer, facts: DaemonFacts) -> StatusFacts:
         holding, interruption = volunteer.holding, facts.interruption
@@ -201,22 +195,18 @@ class StatusBuilder:
             work.done, work.at = done, now
         return work.at is not None and now - work.at < RECENT_WORK_SECONDS
 
-    def _traffic_view(
-        self, device_group: DeviceGroup | None, governor: Governor | None, now: float
-    ) -> TrafficView:
-        if device_group is None:
-            return TrafficView()
+    def _traffic_view(self, governor: Governor, now: float) -> TrafficView:
+        device_group, decision = governor.device_group, governor.decision
         links = [link for volunteer in device_group.volunteers for link in volunteer.links()]
         self._traffic.update(sum(x.sent for x in links), sum(x.received for x in links), now)
-        decision = None if governor is None else governor.decision
         return TrafficView(
             sent_bytes=self._traffic.sent,
             received_bytes=self._traffic.received,
             sent_bytes_per_second=self._traffic.sent_rate,
             received_bytes_per_second=self._traffic.received_rate,
             reachability=device_group.reporting_device.relay_policy.reachability.value,
-            quota_bytes=None if decision is None else decision.limits.quota_bytes,
-            quota_used_bytes=0 if decision is None else decision.quota_used_bytes,
+            quota_bytes=decision.limits.quota_bytes,
+            quota_used_bytes=decision.quota_used_bytes,
         )
 
 
@@ -229,10 +219,7 @@ def machine_view(readings: Readings, user_idle_seconds: float | None) -> Machine
 
 def governed_device_view(view: DeviceView, governor: Governor) -> DeviceView:
     """The view with the readings of its device, and with the governor's reason for a pause."""
-    governed = governor.device_decision(view.id)
-    if governed is None:
-        return view
-    decision, is_governors_pause = governed
+    decision, is_governors_pause = governor.device_decision(view.id)
     readings, index = governor.readings, number_of(view.id)
     changes: dict[str, object] = {"duty_cycle": decision.limits.duty_cycle}
     if is_governors_pause and view.reason is decision.reason:

@@ -34,11 +34,10 @@ from swarm_client.governor.transfer_quota import TransferCounts
 from swarm_client.machine.devices import Device
 from swarm_client.machine.home import Home
 from swarm_client.preferences import PreferenceSource
+from swarm_client.volunteer.context import WorkerLimits
 from swarm_client.volunteer.device_group import DeviceGroup
-from swarm_client.volunteer.stage_manager import WorkerLimits
 from swarm_client.volunteer.volunteer import Volunteer
 from swarm_shared.base.errors import SwarmError
-from swarm_shared.base.memory import MemoryOffer
 from swarm_shared.base.types import RunId
 from swarm_shared.network import Bandwidth
 from swarm_shared.settings.commented_toml import toml_value
@@ -66,19 +65,11 @@ class _DeviceRecord:
     volunteer: Volunteer
     device: Device
     """The device as it was offered at the start, without the preferences."""
-    offered: MemoryOffer
-    """The memory that was offered last, as the preferences have it."""
     memory: PolicyMemory = field(default_factory=PolicyMemory)
     decision: GovernorDecision = field(default_factory=lambda: GovernorDecision((), Limits()))
     own_suspension: Suspension | None = None
     """The suspension that the governor ordered."""
     reported_reasons: tuple[object, ...] = ()
-
-    @classmethod
-    def for_volunteer(cls, volunteer: Volunteer) -> _DeviceRecord:
-        """Return the record of a volunteer for which nothing was decided yet."""
-        device = volunteer.context.options.device
-        return cls(volunteer, device, device.memory)
 
 
 class Governor:
@@ -97,9 +88,10 @@ class Governor:
     ) -> None:
         self.source = source
         self._home = home
-        self._device_group = device_group
+        self.device_group = device_group
         self._records = tuple(
-            _DeviceRecord.for_volunteer(volunteer) for volunteer in device_group.volunteers
+            _DeviceRecord(volunteer, volunteer.context.options.device)
+            for volunteer in device_group.volunteers
         )
         self._bandwidth = bandwidth
         self._run = run
@@ -124,16 +116,12 @@ class Governor:
         last_seen = self._records[0].memory.at_any.last_seen
         return None if last_seen is None else max(0.0, trio.current_time() - last_seen)
 
-    def device_decision(self, device_id: str) -> tuple[GovernorDecision, bool] | None:
+    def device_decision(self, device_id: str) -> tuple[GovernorDecision, bool]:
         """The device's decision, and whether its present suspension is the governor's."""
-        for record in self._records:
-            if record.device.id == device_id:
-                ordered = (
-                    record.own_suspension is not None
-                    and record.volunteer.suspended is record.own_suspension
-                )
-                return record.decision, ordered
-        return None
+        record = next(record for record in self._records if record.device.id == device_id)
+        own_suspension = record.own_suspension
+        ordered = own_suspension is not None and record.volunteer.suspended is own_suspension
+        return record.decision, ordered
 
     # ---- the loop
 
@@ -168,7 +156,7 @@ class Governor:
                 preferences, self.readings, record.memory, now, record.device.name
             )
         self._apply_machine_limits()
-        active = tuple(self._device_group.active)
+        active = tuple(self.device_group.active)
         for record in self._records:
             if record.volunteer in active:
                 self._apply_device_limits(record)
@@ -218,9 +206,8 @@ class Governor:
             device, self.source.current.preferences, sharers, len(self._records),
             has_display=record.memory.at_display.last_seen is not None,
         )  # fmt: skip
-        volunteer.offer_memory(offered)
-        if offered != record.offered:
-            record.offered = offered
+        if offered != volunteer.context.options.device.memory:
+            volunteer.offer_memory(offered)
             why = "" if offered == device.memory else ": the preferences leave no more"
             self._report_for(record, f"a stage may take {offered}{why}")
         self._suspend_or_resume(record)

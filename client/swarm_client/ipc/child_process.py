@@ -17,7 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -190,17 +190,15 @@ def _opened_log(path: Path) -> BinaryIO:
 @asynccontextmanager
 async def start_child(
     module: str,
-    arguments: Sequence[str],
     *,
     incoming: TypeAdapter[MessageT],
     log_path: Path,
     environment: Mapping[str, str] | None = None,
-    grace_seconds: float = CLOSE_GRACE_SECONDS,
 ) -> AsyncIterator[ChildProcess[MessageT]]:
-    """Run `python -m module *arguments --fd N`; on leaving, the child is dead and reaped.
+    """Run `python -m module --fd N`; on leaving, the child is dead and reaped.
 
     Leaving closes the socket, which ends a child that listens, and kills it after
-    `grace_seconds`. Its output is appended to `log_path`; `environment` is added to ours.
+    CLOSE_GRACE_SECONDS. Its output is appended to `log_path`; `environment` is added to ours.
     """
     own_end, child_end = socket.socketpair()
     try:
@@ -208,7 +206,7 @@ async def start_child(
             # Popen runs here and not in a helper thread (as trio.open_process does): the death
             # signal of prctl fires when the *thread* that started the child ends.
             process = subprocess.Popen(
-                module_command(module, *arguments, "--fd", str(child_end.fileno())),
+                module_command(module, "--fd", str(child_end.fileno())),
                 pass_fds=(child_end.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -226,7 +224,7 @@ async def start_child(
     finally:
         with trio.CancelScope(shield=True):
             await child.link.aclose()
-            with trio.move_on_after(grace_seconds):
+            with trio.move_on_after(CLOSE_GRACE_SECONDS):
                 await child.wait()
             child.kill()
             await child.wait()

@@ -30,7 +30,7 @@ class RosterView:
         self._serial = 0
         self._carriers: frozenset[str] = frozenset()
         self._revoked: frozenset[PeerId] = frozenset()
-        self._changed = trio.Event()
+        self._changed = trio.lowlevel.ParkingLot()
         self.site = ""
         """This peer's, from its welcome; the records of a roster are of the same coordinator."""
 
@@ -136,11 +136,10 @@ class RosterView:
 
     def wake(self) -> None:
         """Wake all tasks in `wait_changed`."""
-        self._changed.set()
-        self._changed = trio.Event()
+        self._changed.unpark_all()
 
     async def wait_changed(self) -> None:
-        await self._changed.wait()
+        await self._changed.park()
 
     def get(self, peer: PeerId) -> PeerRecord | None:
         return self._peers.get(peer)

@@ -66,7 +66,8 @@ class Edge:
         """Requests at a time that the receiver granted."""
         self._numbers = itertools.count(1)
         self._pending: dict[int, trio.MemorySendChannel[EdgeAnswer | SwarmError]] = {}
-        self._idle = trio.Event()
+        self._answered = trio.lowlevel.ParkingLot()
+        """`finish`, which waits for the requests in flight."""
 
     @property
     def superseded(self) -> bool:
@@ -77,10 +78,8 @@ class Edge:
         """Close the edge once every request in flight has been answered."""
         # After it the requests that were started a moment ago are in flight, too.
         await trio.lowlevel.checkpoint()
-        self._idle = trio.Event()
         while self._pending and not self.closed:
-            await self._idle.wait()
-            self._idle = trio.Event()
+            await self._answered.park()
         self.fail(LinkClosed(f"the link to {self.peer} was replaced by a better one"))
         await self._stream.close()
 
@@ -105,7 +104,7 @@ class Edge:
             raise
         finally:
             self._pending.pop(number, None)
-            self._idle.set()
+            self._answered.unpark_all()
         if isinstance(result, SwarmError):
             raise result
         return result
@@ -152,7 +151,7 @@ class Edge:
     def fail(self, error: SwarmError) -> None:
         """Close the edge; every request in flight raises `error`."""
         self.closed = True
-        self._idle.set()
+        self._answered.unpark_all()
         for pending in self._pending.values():
             with suppress(trio.WouldBlock):
                 pending.send_nowait(error)

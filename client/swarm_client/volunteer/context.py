@@ -29,9 +29,20 @@ SELF_TEST_SECONDS: Final = 60.0
 """Duration of the self-test of a machine whose results were found wrong."""
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerLimits:
+    """The limits of what a worker may use of its device. `threads` counts only below the number
+    that the worker was started with."""
+
+    duty_cycle: float = 1.0
+    threads: int = 1024
+    vram_bytes: int | None = None
+
+
 @dataclass(slots=True)
 class VolunteerOptions:
-    """What a user has chosen for one device; the governor changes the device's offer."""
+    """What a user has chosen for one device; the governor changes the device's offer, and the
+    limits."""
 
     device: Device
     """The device; its offered memory follows the preferences."""
@@ -48,6 +59,7 @@ class VolunteerOptions:
     private_web_downloads: bool = False
     """Whether mirrors with http or private addresses may be asked."""
     shortage: MemoryShortage = field(default_factory=MemoryShortage)
+    limits: WorkerLimits = WorkerLimits()
 
     def offer(self, now: float) -> MemoryOffer:
         """Return the memory that a stage may take now."""

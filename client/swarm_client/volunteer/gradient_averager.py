@@ -17,7 +17,7 @@ import trio
 from swarm_client.averaging.all_reduce.errors import RoundFailed, RoundFailure
 from swarm_client.averaging.all_reduce.in_memory import all_reduce_in_memory
 from swarm_client.averaging.all_reduce.member_link import abort_frame
-from swarm_client.averaging.all_reduce.plan import RoundSpec, partition, round_tag
+from swarm_client.averaging.all_reduce.plan import RoundSpec, partition
 from swarm_client.averaging.all_reduce.received import ReceivedPieces
 from swarm_client.averaging.all_reduce.routes import Route, RouteFault, StreamTraffic
 from swarm_client.averaging.all_reduce.stream_race import MAX_OPENING_SECONDS
@@ -239,11 +239,10 @@ class GroupAverager:
             stall_seconds=self.stall_seconds,
             join_seconds=self.stall_seconds + MAX_OPENING_SECONDS,
         )
-        tag = round_tag(spec.round_id)
         failure: RoundFailed | None = None
         # The group may come from a newer roster than the one applied here.
         self.averaging_worker.admit(self._routes.admitted_p2pds())
-        with self._host.incoming(spec, tag) as arrivals:
+        with self._host.incoming(spec) as arrivals:
             async with trio.open_nursery() as nursery:
 
                 async def hand_over() -> None:
@@ -255,7 +254,7 @@ class GroupAverager:
                     done = await self.averaging_worker.run_round(request)
                 except RoundFailed as error:
                     failure = error
-                    arrivals.late_abort_frame = abort_frame(spec, tag, error)
+                    arrivals.late_abort_frame = abort_frame(spec, error)
                 nursery.cancel_scope.cancel()
         if failure is not None:
             raise failure

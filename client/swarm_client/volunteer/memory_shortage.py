@@ -29,7 +29,7 @@ class MemoryShortage:
     _stage: StageMemory | None = None
     """The memory that the stage which did not fit takes."""
     _until: float = -math.inf
-    _begun: trio.Event = field(default_factory=trio.Event)
+    _begun: trio.lowlevel.ParkingLot = field(default_factory=trio.lowlevel.ParkingLot)
     _backoff: Backoff = field(
         default_factory=lambda: Backoff(FIRST_SHORTAGE_SECONDS, MAX_SHORTAGE_SECONDS)
     )
@@ -43,8 +43,7 @@ class MemoryShortage:
 
     def offer_fell(self) -> None:
         """Report that less is offered than the held stage takes."""
-        self._begun.set()
-        self._begun = trio.Event()
+        self._begun.unpark_all()
 
     def lift(self) -> None:
         """Offer everything again from now on."""
@@ -52,7 +51,7 @@ class MemoryShortage:
 
     async def wait_begun(self) -> None:
         """Wait for the next shortage."""
-        await self._begun.wait()
+        await self._begun.park()
 
     def seconds_left(self, now: float) -> float:
         """Return the seconds until the whole offer counts again."""

@@ -6,10 +6,7 @@ The form of a record and its check are in `swarm_client.averaging.protocol.direc
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
-
-import trio
 
 from swarm_client.averaging.handle.supervisor import AveragingWorker
 from swarm_client.averaging.protocol.directory_record import open_record, sign_record
@@ -47,23 +44,6 @@ class PeerDirectory:
         plain = filter(is_tcp, addresses)
         if direct := tuple(direct_addresses(plain, interfaces)):
             self._bootstrap_addresses = direct
-
-    async def run(
-        self,
-        own_record: Callable[[], PeerRecord | None],
-        coordinator_absent: Callable[[], bool],
-        on_record: Callable[[PeerRecord], None],
-    ) -> None:
-        """Publish this peer while it has a record. While the coordinator is absent, look other
-        members up and call `on_record` with each."""
-        while True:
-            record = own_record()
-            if record is not None:
-                await self.publish(record)
-                if coordinator_absent():
-                    for member_record in await self.lookup():
-                        on_record(member_record)
-            await trio.sleep(PUBLISH_INTERVAL_SECONDS)
 
     async def publish(self, record: PeerRecord) -> None:
         """Sign and store a record in the directory; a failure is logged."""

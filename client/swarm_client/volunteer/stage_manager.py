@@ -42,16 +42,6 @@ DROP_COST = 8
 own."""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerLimits:
-    """The limits of what a worker may use of its device. `threads` counts only below the number
-    that the worker was started with."""
-
-    duty_cycle: float = 1.0
-    threads: int = 1024
-    vram_bytes: int | None = None
-
-
 @dataclass(slots=True, eq=False)
 class _RunningTenure:
     """The task of one tenure."""
@@ -83,8 +73,9 @@ class StageManager:
     _running: dict[TenureNumber, _RunningTenure] = field(default_factory=dict, init=False)
     _step_closer: StepCloser | None = field(default=None, init=False)
     """The step closer of the stage that is served."""
-    _tenure_ended: trio.Event = field(default_factory=trio.Event, init=False)
-    _limits: WorkerLimits = field(default=WorkerLimits(), init=False)
+    _tenure_ended: trio.lowlevel.ParkingLot = field(
+        default_factory=trio.lowlevel.ParkingLot, init=False
+    )
     _dropping: int = field(default=0, init=False)
     """The sum of what the orders in progress to take microbatches out count, in microbatches."""
 
@@ -165,19 +156,18 @@ class StageManager:
         self._rules.drop()
         self._carry_out()
         while not self._rules.all_ended:
-            await self._tenure_ended.wait()
+            await self._tenure_ended.park()
 
-    def limit(self, limits: WorkerLimits) -> None:
-        """Apply the limits to all workers from now on; a busy worker applies them afterwards."""
-        if limits != self._limits:
-            self._limits = limits
-            for tenure in self._running.values():
-                self._limit_soon(tenure)
+    def limits_changed(self) -> None:
+        """Have all workers keep to what they may use now; a busy worker does so afterwards."""
+        for tenure in self._running.values():
+            if tenure.worker is not None:
+                stage = tenure.load.assignment.stage
+                self.context.nursery.start_soon(self._limit, tenure.worker, stage)
 
     def offer_changed(self) -> None:
         """Have all workers keep to what a stage may take now; hand a stage over that takes more."""
-        for tenure in self._running.values():
-            self._limit_soon(tenure)
+        self.limits_changed()
         if self._step_closer is not None:
             self._check_offer(self._step_closer.holding)
 
@@ -187,13 +177,8 @@ class StageManager:
             self.context.report(f"stage {holding.stage} is handed over: {missing}")
             self.context.options.shortage.offer_fell()
 
-    def _limit_soon(self, tenure: _RunningTenure) -> None:
-        if tenure.worker is not None:
-            stage = tenure.load.assignment.stage
-            self.context.nursery.start_soon(self._limit, tenure.worker, stage)
-
     async def _limit(self, worker: StageWorker, stage: StageIndex) -> None:
-        limits = self._limits
+        limits = self.context.options.limits
         request = SetLimits(
             duty_cycle=limits.duty_cycle, threads=limits.threads, vram_bytes=limits.vram_bytes,
             graph_bytes=self.loader.graph_bytes(stage),
@@ -343,8 +328,7 @@ class StageManager:
                 self._rules.worker_died(number, str(died))
         del self._running[number]
         self._carry_out()
-        self._tenure_ended.set()
-        self._tenure_ended = trio.Event()
+        self._tenure_ended.unpark_all()
 
     async def _run_worker(self, tenure: _RunningTenure) -> WorkerDied | None:
         """Serve the assigned stage, and again when it is assigned again, until its worker dies."""

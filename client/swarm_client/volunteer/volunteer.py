@@ -21,14 +21,13 @@ from swarm_client.membership.roster import RosterView
 from swarm_client.pipeline.held_stage import Holding
 from swarm_client.stage.handle.self_test import fault_error, passed_text, run_self_test
 from swarm_client.stage.handle.warm_worker import WarmWorker
-from swarm_client.volunteer.context import VolunteerContext
+from swarm_client.volunteer.context import VolunteerContext, WorkerLimits
 from swarm_client.volunteer.gradient_averager import GroupAverager
 from swarm_client.volunteer.member import Member
 from swarm_client.volunteer.pause import Pause
-from swarm_client.volunteer.peer_directory import PeerDirectory
+from swarm_client.volunteer.peer_directory import PUBLISH_INTERVAL_SECONDS, PeerDirectory
 from swarm_client.volunteer.reconnect import Attachment, heartbeat_seconds
 from swarm_client.volunteer.snapshots import SnapshotStore
-from swarm_client.volunteer.stage_manager import WorkerLimits
 from swarm_shared.base.errors import NetworkError, ProtocolError
 from swarm_shared.base.memory import MemoryOffer
 from swarm_shared.base.text import duration_text
@@ -77,7 +76,6 @@ class Volunteer:
         self._own_transport_only = False
         self._self_test: trio.CancelScope | None = None
         """The self-test in progress."""
-        self._limits = WorkerLimits()
         self._waits_for_memory: Suspension | None = None
         """The latest pause because no stage fitted."""
         self.pause = Pause(self, context.options.long_pause_seconds, context.nursery)
@@ -131,11 +129,16 @@ class Volunteer:
         return () if self.member is None else self.member.downloads
 
     async def use_directory(self) -> None:
-        """Publish this peer in hivemind's DHT; look other members up while the coordinator is
-        absent."""
-        await self._directory.run(
-            self._directory_record, lambda: not self.attachment.attached, self.roster.refresh
-        )
+        """Publish this peer in hivemind's DHT while it holds a stage; then look other members up,
+        too, while the coordinator is absent."""
+        while True:
+            record = self._directory_record()
+            if record is not None:
+                await self._directory.publish(record)
+                if not self.attachment.attached:
+                    for member_record in await self._directory.lookup():
+                        self.roster.refresh(member_record)
+            await trio.sleep(PUBLISH_INTERVAL_SECONDS)
 
     def _directory_record(self) -> PeerRecord | None:
         holding, membership = self.holding, self.membership
@@ -174,9 +177,9 @@ class Volunteer:
             report(f"this machine tests itself for {duration_text(options.self_test_seconds)}")
             with trio.CancelScope() as self._self_test:
                 result = await run_self_test(
-                    options.device, min(options.threads, self._limits.threads),
+                    options.device, min(options.threads, options.limits.threads),
                     options.self_test_seconds, self.context.home.log_folder,
-                    self._limits.duty_cycle,
+                    options.limits.duty_cycle,
                 )  # fmt: skip
                 if result.fault:
                     raise fault_error(options.device, result)
@@ -233,7 +236,6 @@ class Volunteer:
             self.context, membership, self.attachment, self.roster, self._gate, self.averager,
             self._snapshots, self._spare,
         )  # fmt: skip
-        member.stages.limit(self._limits)
         member.use_mirrors(allowed=not self._own_transport_only)
         if self.suspended is not None:
             member.pipeline.pause()
@@ -381,15 +383,15 @@ class Volunteer:
 
     def limit(self, limits: WorkerLimits) -> None:
         """Limit the compute process's use of its device from now on."""
-        self._limits = limits
-        if self.member is not None:
-            self.member.stages.limit(limits)
+        options = self.context.options
+        if limits != options.limits:
+            options.limits = limits
+            if self.member is not None:
+                self.member.stages.limits_changed()
 
     def offer_memory(self, memory: MemoryOffer) -> None:
         """Set the memory that a stage may take. A held stage keeps to it, or is handed over."""
         options = self.context.options
-        if memory == options.device.memory:
-            return
         options.device = options.device.offering(memory)
         if self.member is not None:
             self.member.stages.offer_changed()

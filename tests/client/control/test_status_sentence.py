@@ -163,7 +163,7 @@ def test_a_download_beside_the_held_stage_and_the_class_are_in_the_row_of_their_
     )
     device = DeviceView(
         id="cpu", label="CPU", stage=2, phase="serving", downloads=(download,),
-        arithmetic="5e0f1a2b",
+        arithmetic="5e0f1a2b", state=DaemonState.CONTRIBUTING, sentence="computing stage 2",
     )  # fmt: skip
     status = Status(
         software="1", pid=1, time=NOON, started_at=NOON, state=DaemonState.CONTRIBUTING,

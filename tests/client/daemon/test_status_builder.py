@@ -16,7 +16,10 @@ from swarm_client.control.status_document import (
 )
 from swarm_client.control.status_sentence import StopCause
 from swarm_client.daemon.status_builder import DaemonFacts, StatusBuilder
+from swarm_client.governor.governor import Governor
+from swarm_client.governor.probes.all import MachineProbes
 from swarm_client.governor.probes.readings import Readings
+from swarm_client.preferences import PreferenceSource
 from swarm_client.volunteer.device_group import DeviceGroup
 from swarm_shared.base.types import Step, Version
 from swarm_shared.identity.keys import Identity
@@ -30,7 +33,13 @@ def look(s: Scene, builder: StatusBuilder, moment: float = 0.0) -> Status:
         contribution_log=ContributionLog(),
         readings=Readings(),
     )  # fmt: skip
-    return builder.status(DeviceGroup([s.volunteer]), None, facts)
+    context, bandwidth = s.volunteer.context, s.volunteer.node.bandwidth
+    governor = Governor(
+        PreferenceSource(context.home.path / "preferences.toml", environment={}), context.home,
+        DeviceGroup([s.volunteer]), bandwidth, context.invite.run_id, context.report,
+        MachineProbes(context.home.path),
+    )  # fmt: skip
+    return builder.status(governor, facts)
 
 
 async def test_the_run_the_peers_and_the_leaderboard_are_reported_as_received(

@@ -23,8 +23,8 @@ from swarm_client.machine.devices import Device
 from swarm_client.machine.home import Home
 from swarm_client.preferences import PreferenceSource
 from swarm_client.preferences.file import set_preference
+from swarm_client.volunteer.context import WorkerLimits
 from swarm_client.volunteer.device_group import DeviceGroup
-from swarm_client.volunteer.stage_manager import WorkerLimits
 from swarm_shared.base.errors import StorageError
 from swarm_shared.base.memory import MemoryOffer
 from swarm_shared.base.types import PeerId, RunId
@@ -52,7 +52,6 @@ class RecordedVolunteer:
         self.averager = SimpleNamespace(averaging_worker=self, links=traffic)
         self.suspended: Suspension | None = None
         self.limits = WorkerLimits()
-        self.memory_bytes = 0
         self.network: dict[str, bool] = {}
         self.held_back = ""
 
@@ -69,7 +68,11 @@ class RecordedVolunteer:
         self.network = said
 
     def offer_memory(self, memory: MemoryOffer) -> None:
-        self.memory_bytes = memory.device_bytes
+        self.context.options.device = self.context.options.device.offering(memory)
+
+    @property
+    def memory_bytes(self) -> int:
+        return int(self.context.options.device.memory_bytes)
 
     def hold_back(self, reason: str) -> None:
         self.held_back = reason
@@ -254,7 +257,6 @@ async def test_the_status_tells_what_the_probes_read_and_why_nothing_is_computed
 async def test_what_is_the_machines_is_shared_by_its_devices(tmp_path: Path) -> None:
     text = "max_cores = 2\nupload_bytes_per_second = 100000\nmemory_percent_idle = 12"
     rig = Rig(tmp_path, text, devices=2)
-    rig.volunteer.memory_bytes = rig.other_volunteers[0].memory_bytes = -1
     assert await rig.look() is None
     one, other = rig.volunteer, rig.other_volunteers[0]
     cores = min(2, rig.governor._binding.available_cores)
@@ -317,7 +319,7 @@ async def test_both_devices_are_paused_and_a_users_own_pause_of_one_is_left_alon
 
 async def test_a_device_that_takes_part_no_more_is_left_alone(tmp_path: Path) -> None:
     rig = Rig(tmp_path, "run_if_user_active = false", devices=2)
-    rig.governor._device_group.ended.add(rig.other_volunteers[0].node.peer_id)
+    rig.governor.device_group.ended.add(rig.other_volunteers[0].node.peer_id)
     rig.somebody.idle = 1.0
     assert await rig.look() is SuspendReason.USER_ACTIVE
     assert rig.other_volunteers[0].suspended is None
@@ -327,7 +329,7 @@ async def test_the_loop_ends_with_the_ledger_on_the_disk(tmp_path: Path) -> None
     rig = Rig(tmp_path)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(rig.governor.run)
-        await until(lambda: rig.volunteer.memory_bytes != 0)
+        await until(lambda: rig.volunteer.network)
         rig.bandwidth.up.bytes += 1234
         nursery.cancel_scope.cancel()
     assert "1234" in (rig.home.path / "transfer.json").read_text()

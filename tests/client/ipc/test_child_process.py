@@ -15,6 +15,7 @@ import pytest
 import trio
 from pydantic import Field, TypeAdapter
 
+from swarm_client.ipc import child_process
 from swarm_client.ipc.child_process import (
     MAX_LOG_BYTES,
     SyncLink,
@@ -150,7 +151,7 @@ async def test_a_child_talks_logs_and_reports_how_it_ended(
 ) -> None:
     log_path = tmp_path / "logs" / "child.log"
 
-    async with start_child(child_module, (), incoming=messages, log_path=log_path) as child:
+    async with start_child(child_module, incoming=messages, log_path=log_path) as child:
         assert await child.link.receive() == Pong(number=child.pid)
         await child.link.send(Ping(text="hello"))
         assert await child.link.receive() == Ping(text="hello")
@@ -171,20 +172,21 @@ def test_a_long_log_gives_way_to_another_one(tmp_path: Path) -> None:
 
 
 async def test_leaving_ends_a_child_that_listens_and_kills_one_that_does_not(
-    child_module: str, tmp_path: Path
+    child_module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start = partial(start_child, child_module, (), incoming=messages, log_path=tmp_path / "log")
+    start = partial(start_child, child_module, incoming=messages, log_path=tmp_path / "log")
     async with start() as polite:
         await polite.link.receive()
     assert polite.process.returncode == 0
-    async with start(grace_seconds=0.2) as deaf:
+    monkeypatch.setattr(child_process, "CLOSE_GRACE_SECONDS", 0.2)
+    async with start() as deaf:
         await deaf.link.receive()
         await deaf.link.send(Ping(text="deaf"))
     assert deaf.process.returncode == -signal.SIGKILL
 
 
 async def test_a_child_ignores_ctrl_c(child_module: str, tmp_path: Path) -> None:
-    async with start_child(child_module, (), incoming=messages, log_path=tmp_path / "log") as child:
+    async with start_child(child_module, incoming=messages, log_path=tmp_path / "log") as child:
         await child.link.receive()
         assert os.getpgid(child.pid) != os.getpgid(0)
         os.kill(child.pid, signal.SIGINT)
@@ -209,7 +211,7 @@ class Pong(FrozenModel):
 
 async def main():
     async with start_child(
-        "echo_child_for_test", (), incoming=TypeAdapter(Pong), log_path=Path(sys.argv[1])
+        "echo_child_for_test", incoming=TypeAdapter(Pong), log_path=Path(sys.argv[1])
     ) as child:
         await child.link.receive()
         # Deaf, it cannot notice the end of its socket.

@@ -20,8 +20,9 @@ from swarm_client.control.contribution_log import ContributionCounter, Contribut
 from swarm_client.pipeline.held_stage import Holding, LoadedStage
 from swarm_client.stage.protocol.errors import RequestFailed, WorkerDied
 from swarm_client.stage.protocol.messages import SetLimits
+from swarm_client.volunteer.context import WorkerLimits
 from swarm_client.volunteer.memory_shortage import MemoryShortage
-from swarm_client.volunteer.stage_manager import StageManager, WorkerLimits
+from swarm_client.volunteer.stage_manager import StageManager
 from swarm_shared.base.errors import ProtocolError
 from swarm_shared.base.types import MAX_MICROBATCHES
 from swarm_shared.identity.keys import Identity
@@ -103,11 +104,12 @@ class Scene:
         self.links = self
         context: Any = SimpleNamespace(
             report=self.lines.append, nursery=nursery,
-            options=SimpleNamespace(shortage=MemoryShortage()),
+            options=SimpleNamespace(shortage=MemoryShortage(), limits=WorkerLimits()),
             contribution=ContributionCounter(ContributionLog()),
             identity=Identity.from_seed(b"m" * 32),
         )  # fmt: skip
         self.contribution = context.contribution
+        self.options = context.options
         self.shortage = context.options.shortage
         manifest = SimpleNamespace(
             stage_count=STAGES, tokens_per_step=8, tokens_per_microbatch=4,
@@ -434,7 +436,8 @@ async def test_dropping_everything_waits_for_the_ends_of_the_workers() -> None:
 async def test_limits_reach_workers_that_live_and_those_that_start() -> None:
     async with scene() as s:
         await s.assign(0)
-        s.manager.limit(WorkerLimits(duty_cycle=0.5))
+        s.options.limits = WorkerLimits(duty_cycle=0.5)
+        s.manager.limits_changed()
         await s.assign(1, prepare=True)
         assert [worker.limits for worker in s.workers] == [[(1.0, 90), (0.5, 90)], [(0.5, 90)]]
 

@@ -109,5 +109,5 @@ class MemoryCarrier:
     async def open(self, peer: PeerId) -> MemoryChannel:
         return await self._network.connect(self._peer, peer, self.channel_type)
 
-    def incoming(self, spec: RoundSpec, tag: bytes) -> AbstractContextManager[IncomingStreams]:
-        return self.hub.round(tag, {peer: peer for peer in spec.members})
+    def incoming(self, spec: RoundSpec) -> AbstractContextManager[IncomingStreams]:
+        return self.hub.round(spec.tag, {peer: peer for peer in spec.members})

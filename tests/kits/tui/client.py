@@ -47,6 +47,8 @@ def status(number: int = 0, **changes: Any) -> Status:
                 memory_used_bytes=GIB,
                 utilization=0.83,
                 arithmetic="5e0f1a2b",
+                state=DaemonState.CONTRIBUTING,
+                sentence="Computing microbatches of stage 1.",
             ),
         ),
         "machine": MachineView(

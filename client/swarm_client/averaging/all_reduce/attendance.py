@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 import anyio
 
 from swarm_client.averaging.all_reduce.errors import RoundFailed, RoundFailure
-from swarm_client.averaging.all_reduce.member_link import MemberLink, RoundState
+from swarm_client.averaging.all_reduce.member_link import MemberLink
+from swarm_client.averaging.all_reduce.plan import RoundSpec
 from swarm_shared.base.types import PeerId
 
 STUCK_STALLS = 4
@@ -53,7 +54,7 @@ class Attendance:
 
 
 async def enforce_timeouts(
-    state: RoundState,
+    spec: RoundSpec,
     attendance: Attendance,
     fail: Callable[[RoundFailed], None],
     stall_seconds: float,
@@ -79,14 +80,14 @@ async def enforce_timeouts(
         if heartbeat_ticks % 2 == 0:
             for link in attendance.links:
                 link.queue_heartbeat()
-        failure = _overdue(state, attendance, now, stall_seconds, join_seconds)
+        failure = _overdue(spec, attendance, now, stall_seconds, join_seconds)
         if failure is not None:
             fail(failure)
             return
 
 
 def _overdue(
-    state: RoundState,
+    spec: RoundSpec,
     attendance: Attendance,
     now: float,
     stall_seconds: float,
@@ -95,9 +96,7 @@ def _overdue(
     for link in attendance.links:
         if link.accepted and not link.finished and now - link.last_received_at > stall_seconds:
             return link.stalled(stall_seconds)
-    absent = [
-        p for p in state.spec.members if p in attendance.to_accept or p in attendance.to_connect
-    ]
+    absent = [p for p in spec.members if p in attendance.to_accept or p in attendance.to_connect]
     if absent and now - attendance.begun_at > join_seconds:
         return RoundFailed(
             f"member {absent[0]} did not join within {join_seconds:g} s"
@@ -107,7 +106,7 @@ def _overdue(
         )
     # A reducer may have its sums wait until the last member has joined.
     free_seconds = max(STUCK_STALLS * stall_seconds, join_seconds)
-    least_rate = LEAST_ELEMENTS_PER_SECOND / (len(state.spec.members) - 1)
+    least_rate = LEAST_ELEMENTS_PER_SECOND / (len(spec.members) - 1)
     for link in attendance.links:
         allowed_seconds = free_seconds + link.received_elements / least_rate
         if link.to_reducer:

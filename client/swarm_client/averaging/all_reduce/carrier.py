@@ -80,5 +80,5 @@ class Carrier(Protocol):
     async def open(self, peer: PeerId) -> Channel:
         """Open a new stream to a member of the round. NetworkError if that fails."""
 
-    def incoming(self, spec: RoundSpec, tag: bytes) -> AbstractContextManager[IncomingStreams]:
+    def incoming(self, spec: RoundSpec) -> AbstractContextManager[IncomingStreams]:
         """Deliver streams of this round's members while open, and refuse others."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import anyio
 
@@ -51,20 +50,14 @@ _QUEUE_FULL = (anyio.WouldBlock, anyio.BrokenResourceError, anyio.ClosedResource
 OutgoingFrame = tuple[bytes, memoryview | bytes]
 
 
-@dataclass(slots=True, eq=False)
-class RoundState:
-    """State shared by the links of one round."""
-
-    spec: RoundSpec
-    tag: bytes
-
-
-def abort_frame(spec: RoundSpec, tag: bytes, failure: RoundFailed) -> bytes:
+def abort_frame(spec: RoundSpec, failure: RoundFailed) -> bytes:
     """The ABORT frame that carries the failure of this member."""
     members, culprit = spec.members, failure.culprit
     index = members.index(culprit) if culprit in members else None
     payload = Abort(failure.failure, index, failure.reason).encode()
-    header = Header(FrameKind.ABORT, spec.my_index, tag[:TAG_BYTES], payload_bytes=len(payload))
+    header = Header(
+        FrameKind.ABORT, spec.my_index, spec.tag[:TAG_BYTES], payload_bytes=len(payload)
+    )
     return header.encode() + payload
 
 
@@ -75,7 +68,7 @@ class MemberLink:
         self,
         channel: Channel,
         peer: PeerId,
-        state: RoundState,
+        spec: RoundSpec,
         *,
         on_failure: Callable[[RoundFailed], None],
         to_reducer: bool = False,
@@ -84,7 +77,7 @@ class MemberLink:
         self.to_reducer = to_reducer
         """Whether the other end sums, and this end takes its sums."""
         self.peer = peer
-        self.peer_index = state.spec.members.index(peer)
+        self.peer_index = spec.members.index(peer)
         self.bytes_sent = 0
         self.bytes_received = 0
         self.accepted = False
@@ -108,10 +101,10 @@ class MemberLink:
         self._lingering = False
         self._header_bytes = bytearray()
         self._payload_left = 0
-        self._state = state
+        self._spec = spec
         self._on_failure = on_failure
-        self._my_index = state.spec.my_index
-        self._short_tag = state.tag[:TAG_BYTES]
+        self._my_index = spec.my_index
+        self._short_tag = spec.tag[:TAG_BYTES]
         self._queue, self._queued = anyio.create_memory_object_stream[OutgoingFrame](OUTBOX_FRAMES)
 
     @property
@@ -148,7 +141,7 @@ class MemberLink:
     # --------------------------------------------------------------------------------- sending
 
     async def send_hello(self, digest: bytes) -> None:
-        hello = StreamHello(self._my_index, self._state.tag, digest).encode()
+        hello = StreamHello(self._my_index, self._spec.tag, digest).encode()
         await self._put((hello, b""))
 
     async def send(
@@ -192,7 +185,7 @@ class MemberLink:
         except (anyio.WouldBlock, anyio.EndOfStream, anyio.ClosedResourceError):
             pass
         with contextlib.suppress(*_QUEUE_FULL):
-            self._queue.send_nowait((abort_frame(self._state.spec, self._state.tag, failure), b""))
+            self._queue.send_nowait((abort_frame(self._spec, failure), b""))
         self._queue.close()
 
     async def pump(self) -> None:
@@ -336,7 +329,7 @@ class MemberLink:
             raise self.violated(f"sent an abort frame of {header.payload_bytes} bytes")
         payload = bytearray(header.payload_bytes)
         await self.receive_into(memoryview(payload))
-        members = self._state.spec.members
+        members = self._spec.members
         try:
             abort = Abort.decode(payload, len(members))
         except ProtocolError as error:

@@ -87,6 +87,11 @@ class RoundSpec:
         return self.members.index(self.me)
 
     @property
+    def tag(self) -> bytes:
+        """32 bytes that identify the round on the wire."""
+        return round_tag(self.round_id)
+
+    @property
     def window_pieces(self) -> int:
         """Most pieces that a member may send to a reducer ahead of the sums that came back.
 
@@ -144,7 +149,7 @@ def slice_stops(elements: int, shares: Sequence[float]) -> tuple[int, ...]:
 
 
 def round_tag(round_id: str) -> bytes:
-    """32 bytes that identify the round on the wire."""
+    """The tag of the round of this name (`RoundSpec.tag`)."""
     return hashlib.sha256(b"swarmtrain round\x00" + round_id.encode()).digest()
 
 

@@ -55,8 +55,8 @@ from swarm_client.averaging.all_reduce.codec import (
 )
 from swarm_client.averaging.all_reduce.errors import RoundFailed, RoundFailure
 from swarm_client.averaging.all_reduce.frames import HELLO_BYTES, FrameKind
-from swarm_client.averaging.all_reduce.member_link import MemberLink, RoundState, abort_frame
-from swarm_client.averaging.all_reduce.plan import RoundSpec, partition, plan_digest, round_tag
+from swarm_client.averaging.all_reduce.member_link import MemberLink, abort_frame
+from swarm_client.averaging.all_reduce.plan import RoundSpec, partition, plan_digest
 from swarm_client.averaging.all_reduce.received import ReceivedPieces
 from swarm_client.averaging.all_reduce.routes import StreamTraffic
 from swarm_client.fault_injection import faults
@@ -159,7 +159,6 @@ class _Round:
         limits_seconds: tuple[float, float],
     ) -> None:
         self.spec = spec
-        self.state = RoundState(spec, round_tag(spec.round_id))
         self._carrier = carrier
         self._source = source
         self._result = result
@@ -215,12 +214,12 @@ class _Round:
         senders = others if self._slices[self._me].pieces else []
         self._attendance.to_accept = {self.spec.members[i] for i in reducers}
         self._attendance.to_connect = {self.spec.members[i] for i in senders}
-        with self._carrier.incoming(self.spec, self.state.tag) as arrivals:
+        with self._carrier.incoming(self.spec) as arrivals:
             self._arrivals = arrivals
             async with anyio.create_task_group() as watched:
                 watched.start_soon(
                     enforce_timeouts,
-                    self.state,
+                    self.spec,
                     self._attendance,
                     self._fail,
                     *self._limits_seconds,
@@ -240,7 +239,7 @@ class _Round:
                 failure.aborted_by = None
             self._failure = failure
             if self._arrivals is not None:
-                self._arrivals.late_abort_frame = abort_frame(self.spec, self.state.tag, failure)
+                self._arrivals.late_abort_frame = abort_frame(self.spec, failure)
         self._work_scope.cancel()
 
     def _confirms(self, reported: RoundFailed) -> bool:
@@ -330,7 +329,7 @@ class _Round:
                 peer,
                 failure=RoundFailure.UNREACHABLE,
             ) from error
-        link = MemberLink(channel, peer, self.state, on_failure=self._fail, to_reducer=True)
+        link = MemberLink(channel, peer, self.spec, on_failure=self._fail, to_reducer=True)
         return self._add_link(link, pumps)
 
     async def _send_parts(self, link: MemberLink, credit: anyio.Semaphore) -> None:
@@ -396,7 +395,7 @@ class _Round:
                 await arrival.channel.abort()
                 continue
             sender = self.spec.members.index(arrival.sender)
-            link = MemberLink(arrival.channel, arrival.sender, self.state, on_failure=self._fail)
+            link = MemberLink(arrival.channel, arrival.sender, self.spec, on_failure=self._fail)
             link.bytes_received += HELLO_BYTES
             self._add_link(link, pumps)
             if arrival.hello.sender != sender or arrival.hello.digest != self._digest:

@@ -85,5 +85,5 @@ class Libp2pAveraging:
         stream = await self._node.open_stream(peer, PROTOCOL, _LIMITS, addresses)
         return FramedChannel(stream)
 
-    def incoming(self, spec: RoundSpec, tag: bytes) -> AbstractContextManager[IncomingStreams]:
-        return self.hub.round(tag, {peer: peer for peer in spec.members})
+    def incoming(self, spec: RoundSpec) -> AbstractContextManager[IncomingStreams]:
+        return self.hub.round(spec.tag, {peer: peer for peer in spec.members})

@@ -99,12 +99,10 @@ AnswerT = TypeVar("AnswerT", bound=Numbered)
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """A worker that serves."""
+    """A worker serves."""
 
     rpc: ChildRpc[WorkerMessage]
     started: Started
-    stopping: bool = False
-    """Whether the worker has been sent Shutdown."""
 
     @property
     def has_rounds(self) -> bool:
@@ -123,6 +121,15 @@ class _End(Enum):
     """No worker can run on this machine."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Absent:
+    """No worker serves."""
+
+    reason: str
+    end: _End | None = None
+    """The end of the last worker; None before the first has ended and while one starts."""
+
+
 class AveragingWorker:
     """The handle of the averaging worker. Run `run` in a nursery for the life of the daemon."""
 
@@ -130,10 +137,8 @@ class AveragingWorker:
         self._options = options
         self._bridge = Bridge()
         self._child: ChildProcess[WorkerMessage] | None = None
-        self._running: _Running | None = None
-        self._end: _End | None = None
-        self._reason = "the averaging worker has not been started yet"
-        self._changed = trio.Event()
+        self._state: _Running | _Absent = _Absent("the averaging worker has not been started yet")
+        self._changed = trio.lowlevel.ParkingLot()
         self._callbacks: list[Callable[[], None]] = []
         self._restart_policy = RestartPolicy()
         self._round_failed_at = -math.inf
@@ -141,7 +146,7 @@ class AveragingWorker:
         self._kept: dict[str, Numbered] = {}
         """The latest messages, by name, that every new worker is sent before the first request."""
         self.restarts = 0
-        """Number of restarts after a death, for the status display."""
+        """Number of restarts after a death."""
 
     # ----------------------------------------------------------------------------------- status
 
@@ -153,13 +158,12 @@ class AveragingWorker:
     @property
     def reason(self) -> str:
         """The cause why no worker is available; empty while one is."""
-        return "" if self.available else self._reason
+        return self._held_back or self._state.reason if isinstance(self._state, _Absent) else ""
 
     @property
     def started(self) -> Started | None:
         """The peer ID and current addresses of p2pd; None while not available."""
-        running = self._running
-        return None if running is None or running.stopping else running.started
+        return self._state.started if isinstance(self._state, _Running) else None
 
     @property
     def pid(self) -> int | None:
@@ -172,10 +176,12 @@ class AveragingWorker:
 
     async def settled(self) -> bool:
         """Wait until it is known whether the worker serves, and return that."""
-        while not (
-            self.available or self._end is _End.UNUSABLE or self.restarts or self._held_back
+        while (
+            isinstance(self._state, _Absent)
+            and self._state.end in (None, _End.PLANNED)
+            and not self._held_back
         ):
-            await self._changed.wait()
+            await self._changed.park()
         return self.available
 
     # ---------------------------------------------------------------------- state sent to workers
@@ -192,12 +198,9 @@ class AveragingWorker:
     def hold_back(self, reason: str) -> None:
         """Run no worker and no p2pd while `reason` is not empty. Rounds that are under way end
         first; later ones run in the daemon."""
-        if reason == self._held_back:
-            return
-        self._held_back = reason
-        if reason and not self.available:
-            self._reason = reason
-        self._notify()
+        if reason != self._held_back:
+            self._held_back = reason
+            self._notify()
 
     def set_stream_opener(self, open_channel: OpenChannel) -> None:
         """Set the function that opens streams of the daemon's host for the worker."""
@@ -229,8 +232,8 @@ class AveragingWorker:
 
     def _send_if_running(self, message: Numbered) -> None:
         """Send to the worker, if there is one; a later one is sent it at its start."""
-        if self._running is not None and not self._running.stopping:
-            self._running.rpc.post(message)
+        if isinstance(self._state, _Running):
+            self._state.rpc.post(message)
 
     # ----------------------------------------------------------------------------------- requests
 
@@ -272,11 +275,10 @@ class AveragingWorker:
         on_cancel: type[Numbered] | None = None,
     ) -> AnswerT:
         """Send a request and return its answer. LinkClosed without a worker, or when it dies."""
-        running = self._running
-        if running is None or running.stopping:
-            raise LinkClosed(self._reason)
+        if isinstance(self._state, _Absent):
+            raise LinkClosed(self.reason)
         try:
-            return await running.rpc.call(request, expected, on_cancel=on_cancel)
+            return await self._state.rpc.call(request, expected, on_cancel=on_cancel)
         except WorkerDied as error:
             raise LinkClosed(str(error)) from error
 
@@ -321,26 +323,25 @@ class AveragingWorker:
         backoff = Backoff(FIRST_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS)
         while True:
             while self._held_back:
-                self._reason = self._held_back
-                await self._changed.wait()
+                await self._changed.park()
             began_at = trio.current_time()
-            self._end = await self._run_once()
-            if self._end is _End.UNUSABLE:
-                self._give_up(self._reason)
+            ended = await self._run_once()
+            if ended.end is _End.UNUSABLE:
+                self._give_up(ended.reason)
                 return
-            if self._end is _End.PLANNED:
+            if ended.end is _End.PLANNED:
                 continue
             if trio.current_time() - began_at > HEALTHY_SECONDS:
                 backoff.reset()
-            if self._end is _End.IN_ROUND:
+            if ended.end is _End.IN_ROUND:
                 backoff.seconds = max(backoff.seconds, DIED_IN_ROUND_BACKOFF_SECONDS)
             self.restarts += 1
-            self._notify()
-            logger.warning("%s; starting it again in %g s", self._reason, backoff.seconds)
+            self._enter(ended)
+            logger.warning("%s; starting it again in %g s", ended.reason, backoff.seconds)
             await trio.sleep(backoff.next())
 
-    async def _run_once(self) -> _End:
-        """Run one worker from its start to its end, and set `_reason` to the cause of its end."""
+    async def _run_once(self) -> _Absent:
+        """Run one worker from its start to its end; return how that ended."""
         folder = self._options.folder
         log_path = folder / "worker.log"
         try:
@@ -351,7 +352,6 @@ class AveragingWorker:
                     self._bridge.listening(sockets),
                     start_child(
                         MODULE,
-                        (),
                         incoming=worker_messages,
                         log_path=log_path,
                         # Memory speed bounds its sums; more threads would only take cores away.
@@ -362,30 +362,29 @@ class AveragingWorker:
                     try:
                         return await self._serve_child(child, port, sockets)
                     finally:
-                        self._child = self._running = None
-                        self._notify()
+                        self._child = None
         except (SwarmError, OSError) as error:
-            self._reason = f"the averaging worker cannot be run: {error}"
-            return _End.FAILED
+            return _Absent(f"the averaging worker cannot be run: {error}", _End.FAILED)
 
     async def _serve_child(
         self, child: ChildProcess[WorkerMessage], port: int, sockets: Path
-    ) -> _End:
-        self._reason = "the averaging worker is starting"
+    ) -> _Absent:
+        self._state = _Absent("the averaging worker is starting")
         options = self._options
         try:
             with trio.fail_after(START_SECONDS):
                 await child.link.send(options.configuration(port, sockets))
                 first = await child.link.receive()
         except trio.TooSlowError:
-            self._reason = f"the averaging worker did not start within {START_SECONDS:g} s"
-            return _End.FAILED
+            return _Absent(
+                f"the averaging worker did not start within {START_SECONDS:g} s", _End.FAILED
+            )
         if isinstance(first, Unavailable):
-            self._reason = first.reason
-            return _End.UNUSABLE if first.permanent else _End.FAILED
+            return _Absent(first.reason, _End.UNUSABLE if first.permanent else _End.FAILED)
         if not isinstance(first, Started):
-            self._reason = f"the averaging worker ended at its start; see {child.log_path}"
-            return _End.FAILED
+            return _Absent(
+                f"the averaging worker ended at its start; see {child.log_path}", _End.FAILED
+            )
         if options.memory_bytes is not None:
             # p2pd is a process of its own and has started: it is not limited.
             limit_memory(child.pid, options.memory_bytes + OVERHEAD_BYTES)
@@ -393,8 +392,7 @@ class AveragingWorker:
         running = _Running(rpc, first)
         for kept in self._kept.values():
             rpc.post(kept)
-        self._running = running
-        self._notify()
+        self._enter(running)
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(rpc.send_all)
@@ -407,15 +405,17 @@ class AveragingWorker:
                 nursery.cancel_scope.cancel()
         finally:
             rpc.close()
-        return self._end_of(running)
+            ended = self._end_of(running)
+            self._enter(ended)
+        return ended
 
-    def _end_of(self, running: _Running) -> _End:
-        if running.stopping:
-            return _End.PLANNED
-        self._reason = str(running.rpc.died())
+    def _end_of(self, running: _Running) -> _Absent:
+        if isinstance(self._state, _Absent):
+            return self._state  # it was shut down
         # Streams break before the death of their p2pd is noticed, and the worker ends after that.
         just_failed = trio.current_time() - self._round_failed_at < DEATH_SECONDS
-        return _End.IN_ROUND if running.has_rounds or just_failed else _End.FAILED
+        in_round = running.has_rounds or just_failed
+        return _Absent(str(running.rpc.died()), _End.IN_ROUND if in_round else _End.FAILED)
 
     async def _restart_when_needed(self, running: _Running, options: AveragingOptions) -> None:
         """Shut this worker down when p2pd, which runs with `options`, should be restarted."""
@@ -438,7 +438,7 @@ class AveragingWorker:
         what_follows = "stays away" if self._held_back else "is started again"
         logger.info("%s; the averaging worker %s", reason, what_follows)
         # From here on rounds begin in the daemon.
-        running.stopping, self._reason = True, reason
+        self._state = _Absent(reason, _End.PLANNED)
         running.rpc.post(Shutdown())
 
     async def _kill_when_hung(self, rpc: ChildRpc[WorkerMessage]) -> None:
@@ -453,12 +453,14 @@ class AveragingWorker:
         rpc.kill("it answered nothing")
 
     def _give_up(self, reason: str) -> None:
-        self._reason, self._end = reason, _End.UNUSABLE
         logger.info("%s", reason)
+        self._enter(_Absent(reason, _End.UNUSABLE))
+
+    def _enter(self, state: _Running | _Absent) -> None:
+        self._state = state
         self._notify()
 
     def _notify(self) -> None:
-        self._changed.set()
-        self._changed = trio.Event()
+        self._changed.unpark_all()
         for callback in self._callbacks:
             callback()

@@ -219,13 +219,13 @@ class GroupCarrier:
         relayed = route is Route.P2PD_RELAYED
         return partial(self._p2pd.open, member.p2pd_peer_id, member.p2pd_addresses, relayed=relayed)
 
-    def incoming(self, spec: RoundSpec, tag: bytes) -> AbstractContextManager[IncomingStreams]:
+    def incoming(self, spec: RoundSpec) -> AbstractContextManager[IncomingStreams]:
         names: dict[str, PeerId] = {}
         for peer in spec.members:
             names[host_remote_name(peer)] = peer
             if self._members[peer].p2pd_peer_id:
                 names[self._members[peer].p2pd_peer_id] = peer
-        return self._hub.round(tag, names)
+        return self._hub.round(spec.tag, names)
 
 
 def dial_target(address: str) -> Multiaddr:

@@ -75,7 +75,8 @@ class PortMapper:
         self._gateway: Gateway | None = None
         self._router: Router | None = None
         self._expires = 0.0
-        self._mapped = trio.Event()
+        self._mapped = trio.lowlevel.ParkingLot()
+        """`run`, while there is no mapping."""
         self.mapping: Mapping | None = None
         self.problem = ""
         """Why there is no mapping, for people."""
@@ -101,7 +102,7 @@ class PortMapper:
         try:
             while True:
                 if self.mapping is None:
-                    await self._mapped.wait()
+                    await self._mapped.park()
                     continue
                 # Half of the remaining lifetime (RFC 6886, 3.3), repeated while renewals fail.
                 half = (self._expires - trio.current_time()) / 2
@@ -157,7 +158,7 @@ class PortMapper:
     def _take(self, mapping: Mapping) -> None:
         known, self.mapping = self.mapping, mapping
         self.problem, self.double_nat = "", False
-        self._mapped.set()
+        self._mapped.unpark_all()
         if known is None or known.multiaddr != mapping.multiaddr:
             logger.info("the router forwards %s by %s", mapping.multiaddr, mapping.protocol)
             self._on_change(mapping)
@@ -172,8 +173,6 @@ class PortMapper:
     def _forget(self) -> None:
         known, self.mapping = self.mapping, None
         self._router = self._gateway = None
-        if self._mapped.is_set():
-            self._mapped = trio.Event()
         if known is not None:
             self._on_change(None)
 

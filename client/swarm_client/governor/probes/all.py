@@ -82,12 +82,11 @@ class MachineProbes(SystemProbes):
         home: Path,
         display: IdleProbe | None = None,
         terminals: IdleProbe | None = None,
-        gpus: Sequence[GpuProbe] | None = None,
         clock: Clock = monotonic,
     ) -> None:
         super().__init__(home, clock)
         self._apps = AppProbe(clock)
-        self._gpus = (NvmlGpus(), AmdSmiGpus()) if gpus is None else tuple(gpus)
+        self._gpus: tuple[GpuProbe, ...] = NvmlGpus(), AmdSmiGpus()
         self._display = display or display_idle()
         self._terminals = terminals or TerminalIdle()
         self._display_at = -1e9

@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -120,17 +120,16 @@ class FirstAvailable:
         return None
 
 
-def display_idle(environment: Mapping[str, str] | None = None) -> IdleProbe:
+def display_idle() -> IdleProbe:
     """The probe for this system's display; one that returns None where there is no display."""
-    environment = os.environ if environment is None else environment
     probes: list[IdleProbe] = []
     if sys.platform == "darwin":
         probes.append(MacIdle())
-    elif "WAYLAND_DISPLAY" not in environment:
+    elif "WAYLAND_DISPLAY" not in os.environ:
         # Under Wayland, X11 receives only what goes to its own windows.
-        probes.append(X11Idle(environment))
+        probes.append(X11Idle(os.environ))
     if sys.platform == "linux":
         from swarm_client.governor.probes.bus_idle import probes_on_buses
 
-        probes.extend(probes_on_buses(environment))
+        probes.extend(probes_on_buses(os.environ))
     return FirstAvailable(probes)

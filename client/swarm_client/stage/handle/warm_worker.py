@@ -40,7 +40,7 @@ async def worker_process(threads: int, log_path: Path) -> AsyncIterator[WorkerCh
     when the block is left. A process that died at once is returned too: the first request to it
     reports the death."""
     async with start_child(
-        WORKER_MODULE, (), incoming=messages.worker_answers, log_path=log_path,
+        WORKER_MODULE, incoming=messages.worker_answers, log_path=log_path,
         environment={"OMP_NUM_THREADS": str(threads), TUNABLES: _tunables()},
     ) as child:  # fmt: skip
         await child.link.receive()  # Awake

@@ -7,8 +7,8 @@ import trio
 import trio.testing
 
 from swarm_client.averaging.all_reduce.errors import RoundFailed, RoundFailure
-from swarm_client.averaging.all_reduce.member_link import MemberLink, RoundState
-from swarm_client.averaging.all_reduce.plan import RoundSpec, round_tag
+from swarm_client.averaging.all_reduce.member_link import MemberLink
+from swarm_client.averaging.all_reduce.plan import RoundSpec
 from swarm_client.averaging.all_reduce.routes import Route
 from swarm_shared.base.types import PeerId
 
@@ -49,7 +49,7 @@ async def test_a_link_whose_pump_awaits_the_others_end_is_not_read_by_a_failing_
     link = MemberLink(
         channel,
         other,
-        RoundState(spec, round_tag(spec.round_id)),
+        spec,
         on_failure=lambda _: None,
     )
     async with trio.open_nursery() as nursery:

@@ -134,8 +134,8 @@ class Tripwire:
     async def open(self, peer: PeerId) -> Any:
         return Watched(await self._inner.open(peer), self)
 
-    def incoming(self, spec: RoundSpec, tag: bytes) -> Any:
-        return self._inner.incoming(spec, tag)
+    def incoming(self, spec: RoundSpec) -> Any:
+        return self._inner.incoming(spec)
 
     def count(self, nbytes: int) -> None:
         self._left -= nbytes
@@ -337,8 +337,8 @@ class DoomedStreams:
         channel.route = Route.P2PD
         return channel
 
-    def incoming(self, spec: RoundSpec, tag: bytes) -> Any:
-        return self._inner.incoming(spec, tag)
+    def incoming(self, spec: RoundSpec) -> Any:
+        return self._inner.incoming(spec)
 
 
 @pytest.mark.parametrize("doomed", range(STREAMS_PER_REDUCER + 1))
@@ -513,13 +513,12 @@ def test_a_member_that_repeats_its_stream_takes_no_room_from_another_one(run: An
 
     async def body(carriers: dict[PeerId, MemoryCarrier]) -> None:
         hub, spec = carriers[A].hub, group.spec(A)
-        tag = round_tag(spec.round_id)
-        with carriers[A].incoming(spec, tag) as arrivals:
+        with carriers[A].incoming(spec) as arrivals:
             async with anyio.create_task_group() as tasks:
                 for name in (B, *[B] * MAX_PARKED_PER_REMOTE * 2, C):
                     ours, theirs = MemoryChannel.pair()
                     tasks.start_soon(hub.accept, name, theirs)
-                    hello = StreamHello(spec.members.index(name), tag, plan_digest(spec))
+                    hello = StreamHello(spec.members.index(name), spec.tag, plan_digest(spec))
                     await ours.send(hello.encode())
                     await anyio.wait_all_tasks_blocked()
                 senders = [(await arrivals.receive()).sender for _ in range(2)]

@@ -55,9 +55,9 @@ async def send_as_member(
 ) -> None:
     """B opens its stream to the reducer A as it should, then sends `frames`."""
     spec = group.spec(B)
-    with carriers[B].incoming(spec, round_tag(spec.round_id)):
+    with carriers[B].incoming(spec):
         channel = await carriers[B].open(A)
-        await channel.send(StreamHello(1, round_tag(spec.round_id), plan_digest(spec)).encode())
+        await channel.send(StreamHello(1, spec.tag, plan_digest(spec)).encode())
         await send_and_read_to_the_end(channel, frames)
 
 
@@ -69,7 +69,7 @@ async def send_as_reducer(
 ) -> None:
     """B accepts the stream of the member A as it should, then sends `frames`."""
     spec = group.spec(B, shares=ONLY_B_REDUCES)
-    with carriers[B].incoming(spec, round_tag(spec.round_id)) as arrivals:
+    with carriers[B].incoming(spec) as arrivals:
         arrival = await arrivals.receive()
         await send_and_read_to_the_end(arrival.channel, [frame(FrameKind.ACCEPT), *frames])
 
@@ -266,7 +266,7 @@ def test_a_member_that_says_goodbye_before_its_sums_is_named(run: Any, codec: Av
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(group.member, group.spec(A, shares=only_a_reduces), carriers[A])
             channel = await carriers[B].open(A)
-            await channel.send(StreamHello(1, round_tag(spec.round_id), plan_digest(spec)).encode())
+            await channel.send(StreamHello(1, spec.tag, plan_digest(spec)).encode())
             frames = [frame(FrameKind.PIECE, honest_payload(codec)), frame(FrameKind.BYE)]
             tasks.start_soon(send_and_read_to_the_end, channel, frames)
             await anyio.wait_all_tasks_blocked()

@@ -386,8 +386,8 @@ async def test_a_frozen_member_is_named_and_a_cancelled_round_ends_at_once(
         async with trio.open_nursery() as nursery:
             nursery.start_soon(waiting.member, first)
             await Round(swarm, (first, second), 1000).all()
-            running = swarm.worker(first)._running
-            assert running is not None
+            running = swarm.worker(first)._state
+            assert isinstance(running, supervisor._Running)
             assert running.has_rounds
             nursery.cancel_scope.cancel()
         while running.has_rounds:

@@ -18,6 +18,7 @@ import torch
 import trio
 import trio.testing
 
+from kits.client.stage_runners import tokens_of
 from kits.manifests import equal_stages, manifest_of
 from swarm_client.ipc import shared_memory
 from swarm_client.stage.handle.liveness import Outstanding
@@ -52,12 +53,6 @@ def make_manifest(stages: int, stage_queue: int = 8) -> Manifest:
         optimizer={"learning_rate": 1e-2, "warmup_steps": 0},
         limits={"stage_queue": stage_queue},
     )  # fmt: skip
-
-
-def tokens_of(manifest: Manifest, microbatch: int) -> tuple[np.ndarray, np.ndarray]:
-    shape = (manifest.training.sequences_per_microbatch, manifest.model.sequence_length + 1)
-    samples = np.random.default_rng(microbatch).integers(0, 64, shape, dtype=np.uint32)
-    return samples[:, :-1].copy(), samples[:, 1:].copy()
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:

@@ -386,8 +386,8 @@ def _other_sum_for_one(module: ModuleType) -> None:
     honest = module.MemberLink.send
 
     async def send(self: Any, kind: Any, *, payload: Any = b"", **fields: Any) -> None:
-        members = self._state.spec.members
-        victim = next(m for m in members if m != self._state.spec.me)
+        members = self._spec.members
+        victim = next(m for m in members if m != self._spec.me)
         if kind is module.FrameKind.SUM and self.peer == victim:
             _lied()
             elements = self._summed_elements(fields.get("piece", 0))
@@ -399,7 +399,7 @@ def _other_sum_for_one(module: ModuleType) -> None:
     def summed_elements(self: Any, piece: int) -> int:
         from swarm_client.averaging.all_reduce.plan import partition
 
-        spec = self._state.spec
+        spec = self._spec
         start, stop = partition(spec)[spec.my_index].piece(piece)
         return stop - start
 
