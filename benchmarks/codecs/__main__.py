@@ -32,7 +32,7 @@ from benchmarks.codecs.averages import (
     our_averages,
     round_trip,
 )
-from benchmarks.outcome import RESULTS, result_head, write_result
+from benchmarks.outcome import conclude, out_option, result_head
 from benchmarks.pages.markdown import markdown_table
 from swarm_shared.codecs.choice import MEGABIT_BYTES, Cost
 from swarm_shared.codecs.tensors import decode, encode
@@ -48,16 +48,13 @@ OUTLIER_SIZE = 20.0
 
 @click.command()
 @click.option("--repetitions", type=click.IntRange(1), default=REPETITIONS, show_default=True)
-@click.option(
-    "--out", type=click.Path(path_type=Path, dir_okay=False), default=RESULTS / "codecs.json"
-)
+@out_option("codecs.json")
 def main(repetitions: int, out: Path) -> None:
     """Measure time, size and error of every codec, and the link rate below which each pays."""
     # This must come first: hivemind's server forks.
     hivemind = hivemind_module()
     document = measure(repetitions, hivemind)
-    write_result(out, document)
-    click.echo(f"{codecs_markdown(document)}\n\n{averages_markdown(document)}")
+    conclude(out, document, lambda it: f"{codecs_markdown(it)}\n\n{averages_markdown(it)}")
 
 
 def measure(repetitions: int, hivemind: Any | None) -> dict[str, Any]:

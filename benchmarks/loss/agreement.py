@@ -20,7 +20,7 @@ from typing import Any
 
 import click
 
-from benchmarks.outcome import RESULTS, result_head, work_folder, write_result
+from benchmarks.outcome import conclude, out_option, result_head, work_folder
 from benchmarks.pages.markdown import markdown_table
 from benchmarks.run_data import RunData
 from swarm_coordinator.demo.local_swarm import LocalSwarm
@@ -80,9 +80,7 @@ class Measured:
     "--only", multiple=True, type=click.Choice(list(CODECS)), help="Codecs to measure; repeatable."
 )
 @click.option("--steps", type=click.IntRange(WARMUP_STEPS + 2), default=STEPS, show_default=True)
-@click.option(
-    "--out", type=click.Path(path_type=Path, dir_okay=False), default=RESULTS / "agreement.json"
-)
+@out_option("agreement.json")
 def main(only: Sequence[str], steps: int, out: Path) -> None:
     """Measure the distance of a real run's losses from the reference's, per codec."""
     chosen = {name: codecs for name, codecs in CODECS.items() if not only or name in only}
@@ -110,8 +108,7 @@ def main(only: Sequence[str], steps: int, out: Path) -> None:
         "steps": steps,
         "codecs": found,
     }
-    write_result(out, document)
-    click.echo(agreement_markdown(document))
+    conclude(out, document, agreement_markdown)
 
 
 def compared(run_dir: Path, steps: int) -> dict[str, Any]:

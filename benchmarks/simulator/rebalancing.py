@@ -25,7 +25,7 @@ from typing import Any
 import click
 
 from benchmarks.machine import describe_machine
-from benchmarks.outcome import RESULTS
+from benchmarks.outcome import out_option
 from benchmarks.pages.markdown import markdown_table
 from benchmarks.simulator.scenarios import manifest_of
 from benchmarks.simulator.swarm_rule import choose_swarm_moves
@@ -268,7 +268,7 @@ def _cell(row: Mapping[str, Any], rule: str) -> str:
 @click.option("--seeds", default=10)
 @click.option("--hours", default=1.0, help="Hours of each simulation.")
 @click.option("--only", default="", help="Run only scenarios whose names contain this.")
-@click.option("--out", default=RESULTS / "rebalancing.json", type=click.Path(path_type=Path))
+@out_option("rebalancing.json")
 def main(traces: Path | None, seeds: int, hours: float, only: str, out: Path) -> None:
     scenarios = [*(recordings(traces) if traces is not None else ()), *GENERATED]
     began = time.process_time()

@@ -26,7 +26,13 @@ from typing import Any
 import click
 import psutil
 
-from benchmarks.outcome import RESULTS, refuse_other_losses, result_head, work_folder, write_result
+from benchmarks.outcome import (
+    conclude,
+    out_option,
+    refuse_other_losses,
+    result_head,
+    work_folder,
+)
 from benchmarks.pages.markdown import markdown_table
 from benchmarks.run_data import TimedStep, loss_disagreement
 from benchmarks.throughput.__main__ import PACKAGES, make_template, tokens_per_second
@@ -190,7 +196,7 @@ def measure(contender: Contender, work: Path, steps: int, warmup: int, preset: s
 @click.option("--steps", default=6, show_default=True, type=click.IntRange(2))
 @click.option("--warmup", default=2, show_default=True, type=click.IntRange(1))
 @click.option("--preset", default="small", show_default=True, type=click.Choice(list(PRESETS)))
-@click.option("--out", default=RESULTS / "processor-seconds.json", type=click.Path(path_type=Path))
+@out_option("processor-seconds.json")
 def main(steps: int, warmup: int, preset: str, out: Path) -> None:
     """Measure what the processors do in a step of torch, of its pipeline and of the swarm."""
     if warmup >= steps:
@@ -209,9 +215,7 @@ def main(steps: int, warmup: int, preset: str, out: Path) -> None:
         **result_head(PACKAGES), "preset": preset, "steps": steps, "warmup_steps": warmup,
         "contenders": entries, "loss_disagreement": loss_disagreement(losses),
     }  # fmt: skip
-    click.echo(f"\n{processor_markdown(document)}")
-    write_result(out, document)
-    click.echo(f"\nwritten to {out}")
+    conclude(out, document, processor_markdown)
     refuse_other_losses([document["loss_disagreement"]])
 
 

@@ -26,7 +26,7 @@ import click
 
 from benchmarks.instruments.handicap import EQUAL_SHARES_VARIABLE
 from benchmarks.instruments.inside import prefix_of
-from benchmarks.outcome import RESULTS, result_head, work_folder, write_result
+from benchmarks.outcome import conclude, out_option, result_head, work_folder
 from benchmarks.run_data import PLAIN_BORDERS
 from benchmarks.wan.all_reduce.averaging import all_reduce_markdown, bound_seconds, step_seconds
 from benchmarks.wan.links.check import check_links, render
@@ -66,9 +66,7 @@ members: a member without any has zero gradients, which `exact` encodes in no by
 @click.option("--members", "sizes", multiple=True, default=(2, 4), type=click.IntRange(2, 8))
 @click.option("--codec", "codecs", multiple=True, default=("none", "exact", "int8"),
               type=click.Choice(get_args(AverageCodec)))  # fmt: skip
-@click.option(
-    "--out", default=RESULTS / "all-reduce.json", show_default=True, type=click.Path(path_type=Path)
-)
+@out_option("all-reduce.json")
 def main(
     links: Sequence[str], sizes: Sequence[int], codecs: Sequence[AverageCodec], out: Path
 ) -> None:
@@ -97,9 +95,7 @@ def main(
                         click.echo(f"{codec}, {row['sums']}: {row['seconds_median']:.2f} s")
     document = {**result_head(PACKAGES), "load_before": load_before, "steps": STEPS - WARMUP,
                 "settings": SETTINGS, "rows": rows}  # fmt: skip
-    click.echo(f"\n{all_reduce_markdown(document)}")
-    write_result(out, document)
-    click.echo(f"\nwritten to {out}")
+    conclude(out, document, all_reduce_markdown)
 
 
 def _measure(
