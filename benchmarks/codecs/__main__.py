@@ -33,7 +33,7 @@ from benchmarks.codecs.averages import (
     round_trip,
 )
 from benchmarks.outcome import conclude, out_option, result_head
-from benchmarks.pages.markdown import markdown_table
+from benchmarks.pages.markdown import headed_table
 from swarm_shared.codecs.choice import MEGABIT_BYTES, Cost
 from swarm_shared.codecs.tensors import decode, encode
 from swarm_shared.run.codec_sizes import GRADIENT_CODECS, CodecName, encoded_bytes
@@ -204,7 +204,7 @@ def codecs_markdown(document: Mapping[str, Any]) -> str:
         f"{document['repetitions']}. A hidden state of preset `{document['preset']}` ({shape}, "
         "float32)."
     )
-    return "\n".join([head, "", *markdown_table(HEAD, "lrrrrr", rows_of(document))])
+    return headed_table(head, HEAD, "lrrrrr", rows_of(document))
 
 
 def averages_markdown(document: Mapping[str, Any]) -> str:
@@ -213,7 +213,7 @@ def averages_markdown(document: Mapping[str, Any]) -> str:
         f"The same run; {document['average_elements']:,} elements in pieces of 1 MiB, one thread."
     )
     rows = average_rows_of(document["averages"])
-    return "\n".join([head, "", *markdown_table(HEAD[:-1], "lrrrr", rows)])
+    return headed_table(head, HEAD[:-1], "lrrrr", rows)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import click
 
 from benchmarks.copies.counting import build
 from benchmarks.outcome import conclude, out_option, result_head
-from benchmarks.pages.markdown import markdown_table
+from benchmarks.pages.markdown import headed_table
 from swarm_shared.base.errors import SwarmError
 
 ROOT = Path(__file__).parents[2]
@@ -112,7 +112,7 @@ def copies_markdown(document: Mapping[str, Any]) -> str:
     totals = (sum(one[kind] for one in hops.values()) / size for kind in KINDS)
     rows.append(("all", *(f"{total:.2f}" for total in totals)))
     columns = ("hop", "copied in memory", "to the kernel", "from the kernel")
-    return "\n".join([head, "", *markdown_table(columns, "lrrr", rows)])
+    return headed_table(head, columns, "lrrr", rows)
 
 
 if __name__ == "__main__":

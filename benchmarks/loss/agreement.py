@@ -21,7 +21,7 @@ from typing import Any
 import click
 
 from benchmarks.outcome import conclude, out_option, result_head, work_folder
-from benchmarks.pages.markdown import markdown_table
+from benchmarks.pages.markdown import headed_table, when_and_where
 from benchmarks.run_data import RunData
 from swarm_coordinator.demo.local_swarm import LocalSwarm
 from swarm_coordinator.demo.subprocesses import Subprocesses
@@ -184,13 +184,12 @@ HEAD: Sequence[str] = (
 
 def agreement_markdown(document: Mapping[str, Any]) -> str:
     """Distance of real runs from the reference."""
-    machine = document["machine"]
     head = (
-        f"{document['measured_at'][:10]}, {machine['cpu_count']} cores ({machine['processor']}), "
-        f"load {document['load_before']:.1f} before; {document['stages']} stages with "
-        f"{document['peers_per_stage']} peers each, {document['steps']} steps, one run per codec."
+        f"{when_and_where(document)}, load {document['load_before']:.1f} before; "
+        f"{document['stages']} stages with {document['peers_per_stage']} peers each, "
+        f"{document['steps']} steps, one run per codec."
     )
-    return "\n".join([head, "", *markdown_table(HEAD, "llrrrr", rows_of(document))])
+    return headed_table(head, HEAD, "llrrrr", rows_of(document))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ import click
 
 from benchmarks.machine import describe_machine
 from benchmarks.outcome import out_option
-from benchmarks.pages.markdown import markdown_table
+from benchmarks.pages.markdown import headed_table
 from benchmarks.simulator.scenarios import manifest_of
 from benchmarks.simulator.swarm_rule import choose_swarm_moves
 from benchmarks.simulator.trace_formats import convert
@@ -252,7 +252,7 @@ def rebalancing_markdown(document: Mapping[str, Any]) -> str:
         (name, *(_cell(rows[name, rule, period], rule) for rule, period in RULES))
         for name in dict.fromkeys(scenario for scenario, _, _ in rows)
     ]
-    return "\n".join([head, "", *markdown_table(columns, "lrrrrr", cells)])
+    return headed_table(head, columns, "lrrrrr", cells)
 
 
 def _cell(row: Mapping[str, Any], rule: str) -> str:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.outcome import RESULTS, conclude, result_head
-from benchmarks.pages.markdown import markdown_table
+from benchmarks.pages.markdown import headed_table
 from benchmarks.stage.live_bytes import LiveBytes
 from benchmarks.stage.middle_stage import MIDDLE, layers_memory, random_payload, stage_manifest
 from benchmarks.stage.throttled_copies import throttled_processor
@@ -278,7 +278,7 @@ def memory_markdown(document: Mapping[str, Any]) -> str:
         "budget, GB", "of the comfortable", "weights in host memory, GB", "peak, GB",
         "seconds a microbatch", "share of full speed", "predicted",
     )  # fmt: skip
-    return "\n".join([head, "", *markdown_table(columns, "rrrrrrr", _cells(stage))])
+    return headed_table(head, columns, "rrrrrrr", _cells(stage))
 
 
 def least_markdown(document: Mapping[str, Any]) -> str:
@@ -304,7 +304,7 @@ def least_markdown(document: Mapping[str, Any]) -> str:
         f"{LEAST_MICROBATCHES} microbatches of one sequence in float32, "
         f"{document['measured_at'][:10]}:"
     )
-    return "\n".join([head, "", *markdown_table(columns, "lrrrr", rows)])
+    return headed_table(head, columns, "lrrrr", rows)
 
 
 def _cells(stage: Mapping[str, Any]) -> Sequence[Sequence[str]]:

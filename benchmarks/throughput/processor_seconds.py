@@ -33,7 +33,7 @@ from benchmarks.outcome import (
     result_head,
     work_folder,
 )
-from benchmarks.pages.markdown import markdown_table
+from benchmarks.pages.markdown import headed_table, when_and_where
 from benchmarks.run_data import TimedStep, loss_disagreement
 from benchmarks.throughput.__main__ import PACKAGES, make_template, tokens_per_second
 from benchmarks.throughput.contenders import CONTENDERS, Contender, run_contender
@@ -222,22 +222,22 @@ def main(steps: int, warmup: int, preset: str, out: Path) -> None:
 def processor_markdown(document: Mapping[str, Any]) -> str:
     """Core seconds of a step by category, for the contenders side by side."""
     entries = [document["contenders"][name] for name in COMPARED]
-    machine, steps = document["machine"], document["steps"] - document["warmup_steps"]
+    steps = document["steps"] - document["warmup_steps"]
     seconds = [entry["core_seconds_per_step"] for entry in entries]
     rows = [(name, [one[name] for one in seconds]) for name in CATEGORIES]
     rows.append(("together", [sum(one.values()) for one in seconds]))
-    lines = markdown_table(
-        ("core seconds of a step", *(entry["name"] for entry in entries), "swarm less 1F1B"),
-        "lrrrr",
-        [(name, *(f"{v:.2f}" for v in values), f"{values[2] - values[1]:+.2f}")
-         for name, values in rows],
-    )  # fmt: skip
+    columns = ("core seconds of a step", *(entry["name"] for entry in entries), "swarm less 1F1B")
+    shown = [
+        (name, *(f"{v:.2f}" for v in values), f"{values[2] - values[1]:+.2f}")
+        for name, values in rows
+    ]
     rates = ", ".join(f"{entry['tokens_per_second']:,.0f}" for entry in entries)
     head = (
-        f"Means of {steps} steps of preset `{document['preset']}`, {document['measured_at'][:10]}, "
-        f"{machine['cpu_count']} cores ({machine['processor']}), sampled by perf: {rates} tokens/s."
+        f"Means of {steps} steps of preset `{document['preset']}`, {when_and_where(document)}, "
+        f"sampled by perf: {rates} tokens/s."
     )
-    return "\n".join([head, "", *lines, "", "`make bench-processor-seconds` repeats it."])
+    foot = "`make bench-processor-seconds` repeats it."
+    return headed_table(head, columns, "lrrrr", shown, foot)
 
 
 if __name__ == "__main__":
