@@ -140,7 +140,7 @@ def of_the_swarm(run_dir: Path) -> Measured:
         for stage in range(STAGES):
             for _ in range(PEERS_PER_STAGE):
                 swarm.start_volunteer(invite, stage=stage)
-        steps: Sequence[HistoryStep] = swarm.watch(lambda *_: None).steps
+        steps: Sequence[HistoryStep] = swarm.watch().steps
     timed = steps[WARMUP_STEPS:]
     # The median, because a shared machine may stall for a while.
     rate = statistics.median(step.tokens / step.seconds for step in timed)

@@ -168,7 +168,7 @@ def train(run_dir: Path, prefixes: Sequence[tuple[str, ...]]) -> Sequence[TimedS
         for number, prefix in enumerate(prefixes[1:]):
             swarm.prefix = prefix
             swarm.start_volunteer(invite, stage=number % STAGES)
-        finished = swarm.watch(lambda seen, status: None)
+        finished = swarm.watch()
         swarm.wait_for_exit()
     return timed_steps(finished)
 

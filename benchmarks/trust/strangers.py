@@ -201,7 +201,7 @@ def wrongly_lost(run: Run, turns: list[Turn]) -> list[str]:
 
 def alone(run: Run) -> dict[str, Any]:
     start_honest(run)
-    run.swarm.watch(lambda *_: None)
+    run.swarm.watch()
     run.swarm.wait_for_exit()
     return outcome_of(run, run.manifest.training.steps)
 

@@ -121,7 +121,7 @@ def _measure(
             if len(set(lines)) > 1:
                 _limit_upload(local.home(f"volunteer-{n}"), line)
             local.start_volunteer(invite, stage=0)
-        local.watch(lambda seen, status: None)
+        local.watch()
         local.wait_for_exit()
     network.end_programs()
     events = [json.loads(one.read_text()) for one in records.glob("*.json")]
