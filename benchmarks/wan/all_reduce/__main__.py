@@ -32,12 +32,12 @@ from benchmarks.wan.all_reduce.averaging import all_reduce_markdown, bound_secon
 from benchmarks.wan.links.check import check_links, render
 from benchmarks.wan.links.network import Network, wide_area_network
 from benchmarks.wan.mixes import MIXES, Link, read_mixes
-from benchmarks.wan.templates import parameter_counts
 from kits.network_lab import LabError
 from swarm_coordinator.demo.local_swarm import LocalSwarm
 from swarm_coordinator.demo.subprocesses import Subprocesses
 from swarm_coordinator.run_creation.initialise import initialise_run
 from swarm_shared.run.codec_sizes import AverageCodec
+from swarm_shared.scheduling.placement.stage_sizes import stage_sizes
 
 PACKAGES = ("torch", "libp2p", "hivemind", "trio", "swarmtrain")
 COORDINATOR = "coordinator"
@@ -126,14 +126,14 @@ def _measure(
     network.end_programs()
     events = [json.loads(one.read_text()) for one in records.glob("*.json")]
     shutil.rmtree(place)
-    [parameters] = parameter_counts(manifest)
+    [stage] = stage_sizes(manifest)
     seconds = [step_seconds(events, step, members) for step in range(WARMUP + 1, STEPS + 1)]
-    bound = bound_seconds(4 * parameters, lines)
+    bound = bound_seconds(stage.gradient_bytes, lines)
     return {
         "members": members,
         "codec": codec,
         "sums": "equally much" if equal else "what its line takes",
-        "gradient_bytes": 4 * parameters,
+        "gradient_bytes": stage.gradient_bytes,
         "seconds": seconds,
         "seconds_median": statistics.median(seconds),
         "bound_seconds": bound,
