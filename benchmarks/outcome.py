@@ -1,4 +1,4 @@
-"""Common parts of the benchmarks: work folder, head of the result file, writing it."""
+"""Common parts of the benchmarks: work folder, head of the result file, writing and showing it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
@@ -20,6 +20,16 @@ from swarm_shared.base.errors import SwarmError
 
 RESULTS = Path(__file__).parent / "results"
 """The folder of the committed results."""
+
+CommandT = TypeVar("CommandT", bound=Callable[..., Any])
+
+
+def out_option(name: str) -> Callable[[CommandT], CommandT]:
+    """The option `--out` of a benchmark whose committed result has this name."""
+    return click.option(
+        "--out", default=RESULTS / name, show_default=True,
+        type=click.Path(path_type=Path, dir_okay=False),
+    )  # fmt: skip
 
 
 @contextmanager
@@ -71,3 +81,11 @@ def refuse_other_losses(disagreements: Sequence[str]) -> None:
 def write_result(out: Path, document: Mapping[str, Any]) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, (json.dumps(document, indent=1) + "\n").encode())
+
+
+def conclude(
+    out: Path, document: Mapping[str, Any], markdown: Callable[[Mapping[str, Any]], str]
+) -> None:
+    """Write a result and print its tables."""
+    write_result(out, document)
+    click.echo(f"\n{markdown(document)}\n\nwritten to {out}")

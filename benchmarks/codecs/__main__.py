@@ -32,8 +32,8 @@ from benchmarks.codecs.averages import (
     our_averages,
     round_trip,
 )
-from benchmarks.outcome import RESULTS, result_head, write_result
-from benchmarks.pages.markdown import markdown_table
+from benchmarks.outcome import conclude, out_option, result_head
+from benchmarks.pages.markdown import headed_table
 from swarm_shared.codecs.choice import MEGABIT_BYTES, Cost
 from swarm_shared.codecs.tensors import decode, encode
 from swarm_shared.run.codec_sizes import GRADIENT_CODECS, CodecName, encoded_bytes
@@ -48,16 +48,13 @@ OUTLIER_SIZE = 20.0
 
 @click.command()
 @click.option("--repetitions", type=click.IntRange(1), default=REPETITIONS, show_default=True)
-@click.option(
-    "--out", type=click.Path(path_type=Path, dir_okay=False), default=RESULTS / "codecs.json"
-)
+@out_option("codecs.json")
 def main(repetitions: int, out: Path) -> None:
     """Measure time, size and error of every codec, and the link rate below which each pays."""
     # This must come first: hivemind's server forks.
     hivemind = hivemind_module()
     document = measure(repetitions, hivemind)
-    write_result(out, document)
-    click.echo(f"{codecs_markdown(document)}\n\n{averages_markdown(document)}")
+    conclude(out, document, lambda it: f"{codecs_markdown(it)}\n\n{averages_markdown(it)}")
 
 
 def measure(repetitions: int, hivemind: Any | None) -> dict[str, Any]:
@@ -207,7 +204,7 @@ def codecs_markdown(document: Mapping[str, Any]) -> str:
         f"{document['repetitions']}. A hidden state of preset `{document['preset']}` ({shape}, "
         "float32)."
     )
-    return "\n".join([head, "", *markdown_table(HEAD, "lrrrrr", rows_of(document))])
+    return headed_table(head, HEAD, "lrrrrr", rows_of(document))
 
 
 def averages_markdown(document: Mapping[str, Any]) -> str:
@@ -216,7 +213,7 @@ def averages_markdown(document: Mapping[str, Any]) -> str:
         f"The same run; {document['average_elements']:,} elements in pieces of 1 MiB, one thread."
     )
     rows = average_rows_of(document["averages"])
-    return "\n".join([head, "", *markdown_table(HEAD[:-1], "lrrrr", rows)])
+    return headed_table(head, HEAD[:-1], "lrrrr", rows)
 
 
 if __name__ == "__main__":

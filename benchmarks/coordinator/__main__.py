@@ -43,7 +43,7 @@ from benchmarks.coordinator.loop_holds import LoopHolds
 from benchmarks.coordinator.sockets import STAMP_PROTOCOL
 from benchmarks.coordinator.volunteers import SimulatedVolunteer, World, beat_for_ever
 from benchmarks.machine import describe_machine
-from benchmarks.outcome import RESULTS, write_result
+from benchmarks.outcome import out_option, write_result
 from swarm_coordinator.core.events import Command, Event, HeartbeatsReceived
 from swarm_coordinator.core.state.run import RunState
 from swarm_coordinator.durability.run_files import load_identity, load_settings
@@ -342,7 +342,7 @@ def percentiles(waited: list[float]) -> dict[str, float]:
 )
 @click.option("--profile", is_flag=True)
 @click.option("--holds", is_flag=True, help="Print what occupies the event loop; write no result.")
-@click.option("--out", default=RESULTS / "coordinator.json", type=click.Path(path_type=Path))
+@out_option("coordinator.json")
 def main(
     volunteers: int, sockets: int, stages: int, microbatches: int, seconds: float,
     step_seconds: float, profile: bool, holds: bool, out: Path,

@@ -14,8 +14,8 @@ from typing import Any
 import click
 
 from benchmarks.copies.counting import build
-from benchmarks.outcome import RESULTS, result_head, write_result
-from benchmarks.pages.markdown import markdown_table
+from benchmarks.outcome import conclude, out_option, result_head
+from benchmarks.pages.markdown import headed_table
 from swarm_shared.base.errors import SwarmError
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +35,7 @@ KINDS = ("memory", "to_kernel", "from_kernel")
 
 @click.command()
 @click.option("--mebibytes", default=16, show_default=True, type=click.IntRange(1, 32))
-@click.option("--out", default=RESULTS / "copies.json", type=click.Path(path_type=Path))
+@out_option("copies.json")
 def main(mebibytes: int, out: Path) -> None:
     """Count the copies of one activation between two volunteers."""
     try:
@@ -48,9 +48,7 @@ def main(mebibytes: int, out: Path) -> None:
         "payload_bytes": mebibytes * 2**20,
         "hops": hops,
     }
-    click.echo(copies_markdown(document))
-    write_result(out, document)
-    click.echo(f"\nwritten to {out}")
+    conclude(out, document, copies_markdown)
 
 
 def measure(size: int) -> dict[str, dict[str, int]]:
@@ -114,7 +112,7 @@ def copies_markdown(document: Mapping[str, Any]) -> str:
     totals = (sum(one[kind] for one in hops.values()) / size for kind in KINDS)
     rows.append(("all", *(f"{total:.2f}" for total in totals)))
     columns = ("hop", "copied in memory", "to the kernel", "from the kernel")
-    return "\n".join([head, "", *markdown_table(columns, "lrrr", rows)])
+    return headed_table(head, columns, "lrrr", rows)
 
 
 if __name__ == "__main__":

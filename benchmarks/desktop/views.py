@@ -30,7 +30,7 @@ from typing import Any
 import click
 import psutil
 
-from benchmarks.outcome import RESULTS, result_head, work_folder, write_result
+from benchmarks.outcome import conclude, out_option, result_head, work_folder
 from benchmarks.pages.tables import views_markdown
 from benchmarks.throughput.faults import SETTINGS, throttled
 from swarm_coordinator.demo.local_swarm import LocalSwarm
@@ -182,15 +182,12 @@ def measure(work: Path, starts: int) -> dict[str, Any]:
 
 @click.command()
 @click.option("--starts", default=10, show_default=True, type=click.IntRange(1, 1000))
-@click.option(
-    "--out", type=click.Path(path_type=Path, dir_okay=False), default=RESULTS / "views.json"
-)
+@out_option("views.json")
 def main(starts: int, out: Path) -> None:
     """Measure the start-up time of both views and their cost while they are open."""
     with work_folder("views") as work:
         document = measure(work, starts)
-    write_result(out, document)
-    click.echo(f"\n{views_markdown(document)}\n\nmedians (maximum); written to {out}")
+    conclude(out, document, views_markdown)
 
 
 if __name__ == "__main__":

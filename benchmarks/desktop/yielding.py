@@ -24,7 +24,7 @@ from typing import Any
 import click
 import psutil
 
-from benchmarks.outcome import RESULTS, result_head, work_folder, write_result
+from benchmarks.outcome import conclude, out_option, result_head, work_folder
 from benchmarks.pages.tables import yielding_markdown
 from swarm_client.control.client import ask
 from swarm_client.governor.governor import TICK_SECONDS
@@ -124,13 +124,12 @@ class Volunteer:
 
 @click.command()
 @click.option("--repetitions", default=12, show_default=True, type=click.IntRange(1))
-@click.option("--out", type=click.Path(path_type=Path), default=RESULTS / "yielding.json")
+@out_option("yielding.json")
 def main(repetitions: int, out: Path) -> None:
     """Measure how soon a volunteer yields to a user who returns to the machine."""
     with work_folder("yielding") as work, Subprocesses() as children:
         document = measure(work, children, repetitions)
-    write_result(out, document)
-    click.echo(f"\n{yielding_markdown(document)}\n\nwritten to {out}")
+    conclude(out, document, yielding_markdown)
 
 
 def measure(work: Path, children: Subprocesses, repetitions: int) -> dict[str, Any]:

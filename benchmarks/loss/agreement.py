@@ -20,8 +20,8 @@ from typing import Any
 
 import click
 
-from benchmarks.outcome import RESULTS, result_head, work_folder, write_result
-from benchmarks.pages.markdown import markdown_table
+from benchmarks.outcome import conclude, out_option, result_head, work_folder
+from benchmarks.pages.markdown import headed_table, when_and_where
 from benchmarks.run_data import RunData
 from swarm_coordinator.demo.local_swarm import LocalSwarm
 from swarm_coordinator.demo.subprocesses import Subprocesses
@@ -80,9 +80,7 @@ class Measured:
     "--only", multiple=True, type=click.Choice(list(CODECS)), help="Codecs to measure; repeatable."
 )
 @click.option("--steps", type=click.IntRange(WARMUP_STEPS + 2), default=STEPS, show_default=True)
-@click.option(
-    "--out", type=click.Path(path_type=Path, dir_okay=False), default=RESULTS / "agreement.json"
-)
+@out_option("agreement.json")
 def main(only: Sequence[str], steps: int, out: Path) -> None:
     """Measure the distance of a real run's losses from the reference's, per codec."""
     chosen = {name: codecs for name, codecs in CODECS.items() if not only or name in only}
@@ -110,8 +108,7 @@ def main(only: Sequence[str], steps: int, out: Path) -> None:
         "steps": steps,
         "codecs": found,
     }
-    write_result(out, document)
-    click.echo(agreement_markdown(document))
+    conclude(out, document, agreement_markdown)
 
 
 def compared(run_dir: Path, steps: int) -> dict[str, Any]:
@@ -143,7 +140,7 @@ def of_the_swarm(run_dir: Path) -> Measured:
         for stage in range(STAGES):
             for _ in range(PEERS_PER_STAGE):
                 swarm.start_volunteer(invite, stage=stage)
-        steps: Sequence[HistoryStep] = swarm.watch(lambda *_: None).steps
+        steps: Sequence[HistoryStep] = swarm.watch().steps
     timed = steps[WARMUP_STEPS:]
     # The median, because a shared machine may stall for a while.
     rate = statistics.median(step.tokens / step.seconds for step in timed)
@@ -187,13 +184,12 @@ HEAD: Sequence[str] = (
 
 def agreement_markdown(document: Mapping[str, Any]) -> str:
     """Distance of real runs from the reference."""
-    machine = document["machine"]
     head = (
-        f"{document['measured_at'][:10]}, {machine['cpu_count']} cores ({machine['processor']}), "
-        f"load {document['load_before']:.1f} before; {document['stages']} stages with "
-        f"{document['peers_per_stage']} peers each, {document['steps']} steps, one run per codec."
+        f"{when_and_where(document)}, load {document['load_before']:.1f} before; "
+        f"{document['stages']} stages with {document['peers_per_stage']} peers each, "
+        f"{document['steps']} steps, one run per codec."
     )
-    return "\n".join([head, "", *markdown_table(HEAD, "llrrrr", rows_of(document))])
+    return headed_table(head, HEAD, "llrrrr", rows_of(document))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from benchmarks.loss.quality import final_loss, gap_of, loss_benchmark, one_of
-from benchmarks.pages.markdown import markdown_table
+from benchmarks.pages.markdown import headed_table
 from swarm_shared.run.codec_sizes import ActivationCodec
 from swarm_shared.run.manifest import Manifest, with_bottlenecks
 
@@ -84,7 +84,7 @@ def bottlenecks_markdown(document: Mapping[str, Any]) -> str:
         "width at the boundary", "codec", "compression", "mean loss", "mean gap",
         "spread of the gap",
     )  # fmt: skip
-    return "\n".join([head, "", *markdown_table(columns, "rlrrrr", rows)])
+    return headed_table(head, columns, "rlrrrr", rows)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from benchmarks.loss.quality import final_loss, gap_of, loss_benchmark
-from benchmarks.pages.markdown import markdown_table
+from benchmarks.pages.markdown import headed_table
 from swarm_shared.run.manifest import Manifest
 
 RATES = (1e-3, 3e-3)
@@ -82,7 +82,7 @@ def lateness_markdown(document: Mapping[str, Any]) -> str:
         "learning rate", "staleness 0", "staleness 1", "gap",
         f"staleness 1, {document['longer_steps']} steps", "gap", "noise over the seeds",
     )  # fmt: skip
-    return "\n".join([head, "", *markdown_table(columns, "rrrrrrr", rows)])
+    return headed_table(head, columns, "rrrrrrr", rows)
 
 
 def _cells(found: Mapping[str, Any]) -> tuple[str, str]:

@@ -27,7 +27,7 @@ from typing import Any
 import click
 
 from benchmarks.codecs.__main__ import cost_of
-from benchmarks.outcome import RESULTS, result_head, write_result
+from benchmarks.outcome import RESULTS, conclude, out_option, result_head, write_result
 from benchmarks.pages.markdown import markdown_table
 from benchmarks.run_data import PLAIN_BORDERS
 from swarm_coordinator.offline.reference import StepRecord, evaluate, train_reference
@@ -91,9 +91,7 @@ SEEDS = 3
     type=click.Path(path_type=Path, dir_okay=False, exists=True),
     help="Write the package's table from this result without measuring.",
 )
-@click.option(
-    "--out", type=click.Path(path_type=Path, dir_okay=False), default=RESULTS / "quality.json"
-)
+@out_option("quality.json")
 def main(steps: int, seeds: int, measured: Path | None, out: Path) -> None:
     """Measure the final held-out loss per pair of codecs, compared with none."""
     if measured is not None:
@@ -140,13 +138,9 @@ def loss_benchmark(
     @click.command(help=help)
     @click.option("--steps", type=click.IntRange(2), default=STEPS, show_default=True)
     @click.option("--seeds", type=click.IntRange(2), default=SEEDS, show_default=True)
-    @click.option(
-        "--out", type=click.Path(path_type=Path, dir_okay=False), default=RESULTS / f"{name}.json"
-    )
+    @out_option(f"{name}.json")
     def command(steps: int, seeds: int, out: Path) -> None:
-        document = measured_losses(steps, seeds, measure)
-        write_result(out, document)
-        click.echo(page(document))
+        conclude(out, measured_losses(steps, seeds, measure), page)
 
     return command
 

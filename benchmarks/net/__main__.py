@@ -20,7 +20,7 @@ import click
 
 from benchmarks.net.join import PRESET, make_template, seconds_to_first_receipt
 from benchmarks.net.links import FRAME_BYTES, SIZE_BYTES, link_lab
-from benchmarks.outcome import RESULTS, result_head, work_folder, write_result
+from benchmarks.outcome import conclude, out_option, result_head, work_folder
 from benchmarks.pages.tables import net_markdown
 from kits.network_lab import LabError, Nat, why_not_here
 
@@ -44,9 +44,7 @@ Rows = dict[str, list[dict[str, Any]]]
 @click.option(
     "--p2pd/--no-p2pd", default=True, help="Also measure hivemind's daemon through the relay."
 )
-@click.option(
-    "--out", default=RESULTS / "net.json", show_default=True, type=click.Path(path_type=Path)
-)
+@out_option("net.json")
 def main(repetitions: int, joins: int, pairs: int, p2pd: bool, out: Path) -> None:
     """Measure direct, punched and relayed links, and how long joining takes behind a router."""
     if (reason := why_not_here()) is not None:
@@ -56,9 +54,7 @@ def main(repetitions: int, joins: int, pairs: int, p2pd: bool, out: Path) -> Non
         punched, transfers = measure_links(work, repetitions, pairs, with_p2pd=p2pd)
         joined = measure_joins(work, joins)
     document = {**make_document(punched, transfers, joined), "load_before": load_before}
-    click.echo(f"\n{net_markdown(document)}")
-    write_result(out, document)
-    click.echo(f"\nwritten to {out}")
+    conclude(out, document, net_markdown)
 
 
 def measure_links(

@@ -6,14 +6,14 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.pages.markdown import markdown_table
+from benchmarks.pages.markdown import headed_table, when_and_where
 
 
 def throughput_markdown(document: Mapping[str, Any]) -> str:
     """Median throughput of each contender, and the conditions of the measurement."""
     model, ratios = document["model"], document["ratios"]
     head = (
-        f"Median of {document['repetitions']} interleaved repetitions, {_where(document)}, "
+        f"Median of {document['repetitions']} interleaved repetitions, {when_and_where(document)}, "
         f"torch {document['machine']['packages']['torch']}, everything on one machine over "
         f"loopback. Preset `{document['preset']}`: width {model['hidden_size']}, "
         f"{model['layers']} layers, vocabulary {model['vocabulary_size']}, "
@@ -34,9 +34,11 @@ def throughput_markdown(document: Mapping[str, Any]) -> str:
         "", "compute processes x threads", "tokens/s", "over one torch process",
         "over torch 1F1B with as many processes",
     )  # fmt: skip
-    return _page(
+    return headed_table(
         head,
-        markdown_table(columns, "lrrrr", rows),
+        columns,
+        "lrrrr",
+        rows,
         "`make bench` repeats the measurement; `benchmarks/results/` holds every repetition.",
     )
 
@@ -45,8 +47,8 @@ def net_markdown(document: Mapping[str, Any]) -> str:
     """Links behind NAT: throughput, CPU cost, and the time to join."""
     joined, punch = document["first_receipt_seconds"], document["punch_seconds"]
     head = (
-        f"{_where(document)} shared by senders, relay and receivers; machines and routers are "
-        "network namespaces, so the wire itself costs nothing. Medians."
+        f"{when_and_where(document)} shared by senders, relay and receivers; machines and routers "
+        "are network namespaces, so the wire itself costs nothing. Medians."
     )
     parts = ("senders", "relay", "receivers")
     rows = [
@@ -65,9 +67,11 @@ def net_markdown(document: Mapping[str, Any]) -> str:
         for nat, one in joined.items()
         if nat != "preset"
     )
-    return _page(
+    return headed_table(
         head,
-        markdown_table(columns, "lrrrr", rows),
+        columns,
+        "lrrrr",
+        rows,
         f"Hole punching takes {punch['median'] * 1000:.0f} ms (slowest of {len(punch['all'])}: "
         f"{max(punch['all']) * 1000:.0f} ms). Time from `swarm-client join` to the first accepted "
         f"receipt (preset `{joined['preset']}`, two volunteers that join at the same time): "
@@ -79,7 +83,7 @@ def faults_markdown(document: Mapping[str, Any]) -> str:
     """Cost of killed, frozen and leaving peers, and of a killed coordinator."""
     killed, work = document["killed_every"], document["work_while_killing"]
     head = (
-        f"{_where(document)}: a real run of {document['stages']} stages with "
+        f"{when_and_where(document)}: a real run of {document['stages']} stages with "
         f"{document['peers_per_stage']} peers each, throttled so that they share the cores. "
         "Median (maximum)."
     )
@@ -112,9 +116,11 @@ def faults_markdown(document: Mapping[str, Any]) -> str:
         ),
         ("time to the full rate", _seconds([one["recovery_seconds"] for one in restarts]), ""),
     ]
-    return _page(
+    return headed_table(
         head,
-        markdown_table(("", "", "aim"), "lrr", rows),
+        ("", "", "aim"),
+        "lrr",
+        rows,
         "`make bench-faults` repeats the measurement.",
     )
 
@@ -135,14 +141,12 @@ def coordinator_markdown(document: Mapping[str, Any]) -> str:
         )
         for name, one, waited in measured
     ]
-    return _page(
+    return headed_table(
         f"{document['date']}, {document['stages']} stages. Time from sending a message until the "
         "coordinator has acted on it (`make bench-coordinator`):",
-        markdown_table(
-            ("volunteers", "messages per minute", "median", "99th percentile", "cores used"),
-            "lrrrr",
-            rows,
-        ),
+        ("volunteers", "messages per minute", "median", "99th percentile", "cores used"),
+        "lrrrr",
+        rows,
     )
 
 
@@ -157,9 +161,11 @@ def prediction_markdown(document: Mapping[str, Any]) -> str:
         )
         for case in document["cases"]
     ]
-    return _page(
+    return headed_table(
         f"{document['date']}: the median of {document['steps']} steps, with paced workers.",
-        markdown_table(("", "measured", "predicted", "error"), "lrrr", rows),
+        ("", "measured", "predicted", "error"),
+        "lrrr",
+        rows,
     )
 
 
@@ -175,12 +181,12 @@ def growth_markdown(document: Mapping[str, Any]) -> str:
         )
         for one in document["growth"]
     ]
-    return _page(
+    return headed_table(
         f"{document['date']}: simulating one hour of {hour['machines']:,} machines in "
         f"{document['stages']} stages takes {hour['cpu_seconds']:.0f} CPU seconds.",
-        markdown_table(
-            ("machines", "ten simulated minutes take", "one placement decision"), "rrr", rows
-        ),
+        ("machines", "ten simulated minutes take", "one placement decision"),
+        "rrr",
+        rows,
     )
 
 
@@ -206,11 +212,13 @@ def views_markdown(document: Mapping[str, Any]) -> str:
         "", "first frame", "first frame with data", "CPU time until then",
         "CPU share of a core while open", "memory",
     )  # fmt: skip
-    return _page(
-        f"{_where(document)}, textual {document['machine']['packages']['textual']}, "
+    return headed_table(
+        f"{when_and_where(document)}, textual {document['machine']['packages']['textual']}, "
         f"{document['columns']} by {document['rows']}, beside a real run with two volunteers that "
         f"left the CPU mostly idle. Median (maximum) of {starts} starts.",
-        markdown_table(columns, "lrrrrr", rows),
+        columns,
+        "lrrrrr",
+        rows,
         "`make bench-views` repeats the measurement.",
     )
 
@@ -225,10 +233,13 @@ def yielding_markdown(document: Mapping[str, Any]) -> str:
     ):
         seconds = [float(key[name]) for key in keys]
         rows.append((what, f"{statistics.median(seconds):.2f}", f"{max(seconds):.2f}", "2.00"))
-    return _page(
-        f"{_where(document)}: a key is pressed {len(keys)} times in a terminal of a machine that "
-        f"computes; a microbatch takes {document['seconds_per_microbatch']:.2f} s there.",
-        markdown_table(("seconds after the key press", "median", "maximum", "aim"), "lrrr", rows),
+    return headed_table(
+        f"{when_and_where(document)}: a key is pressed {len(keys)} times in a terminal of a "
+        "machine that computes; a microbatch takes "
+        f"{document['seconds_per_microbatch']:.2f} s there.",
+        ("seconds after the key press", "median", "maximum", "aim"),
+        "lrrr",
+        rows,
         f"Watching for user activity takes {document['looking_share_of_a_core']:.2%} of a core. "
         "`make bench-yielding` repeats the measurement.",
     )
@@ -236,15 +247,6 @@ def yielding_markdown(document: Mapping[str, Any]) -> str:
 
 def ratio(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
-
-
-def _where(document: Mapping[str, Any]) -> str:
-    machine = document["machine"]
-    return f"{document['measured_at'][:10]}, {machine['cpu_count']} cores ({machine['processor']})"
-
-
-def _page(head: str, table: Sequence[str], foot: str = "") -> str:
-    return "\n".join([head, "", *table, *(("", foot) if foot else ())])
 
 
 def _seconds(values: Sequence[float | None]) -> str:

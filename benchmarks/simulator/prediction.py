@@ -90,7 +90,7 @@ def measured(folder: Path, manifest: Manifest, case: Case) -> list[float]:
             for seconds in peers:
                 swarm.environment = {PACE_VARIABLE: repr(pace_of(manifest, stage, seconds))}
                 swarm.start_volunteer(invite, stage)
-        history = swarm.watch(lambda *_: None)
+        history = swarm.watch()
         swarm.wait_for_exit()
     return [step.seconds for step in history.steps]
 

@@ -25,8 +25,8 @@ from typing import Any
 import click
 
 from benchmarks.machine import describe_machine
-from benchmarks.outcome import RESULTS
-from benchmarks.pages.markdown import markdown_table
+from benchmarks.outcome import out_option
+from benchmarks.pages.markdown import headed_table
 from benchmarks.simulator.scenarios import manifest_of
 from benchmarks.simulator.swarm_rule import choose_swarm_moves
 from benchmarks.simulator.trace_formats import convert
@@ -252,7 +252,7 @@ def rebalancing_markdown(document: Mapping[str, Any]) -> str:
         (name, *(_cell(rows[name, rule, period], rule) for rule, period in RULES))
         for name in dict.fromkeys(scenario for scenario, _, _ in rows)
     ]
-    return "\n".join([head, "", *markdown_table(columns, "lrrrrr", cells)])
+    return headed_table(head, columns, "lrrrrr", cells)
 
 
 def _cell(row: Mapping[str, Any], rule: str) -> str:
@@ -268,7 +268,7 @@ def _cell(row: Mapping[str, Any], rule: str) -> str:
 @click.option("--seeds", default=10)
 @click.option("--hours", default=1.0, help="Hours of each simulation.")
 @click.option("--only", default="", help="Run only scenarios whose names contain this.")
-@click.option("--out", default=RESULTS / "rebalancing.json", type=click.Path(path_type=Path))
+@out_option("rebalancing.json")
 def main(traces: Path | None, seeds: int, hours: float, only: str, out: Path) -> None:
     scenarios = [*(recordings(traces) if traces is not None else ()), *GENERATED]
     began = time.process_time()

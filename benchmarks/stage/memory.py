@@ -26,14 +26,13 @@ import click
 import torch
 from torch import Tensor
 
-from benchmarks.outcome import RESULTS, result_head, write_result
-from benchmarks.pages.markdown import markdown_table
+from benchmarks.outcome import RESULTS, conclude, result_head
+from benchmarks.pages.markdown import headed_table
 from benchmarks.stage.live_bytes import LiveBytes
 from benchmarks.stage.middle_stage import MIDDLE, layers_memory, random_payload, stage_manifest
 from benchmarks.stage.throttled_copies import throttled_processor
 from swarm_client.stage.worker.accelerator import Accelerator, processor
 from swarm_client.stage.worker.stage_runner import StageRunner
-from swarm_coordinator.demo.run_summary import table
 from swarm_shared.base.memory import MachineBalance, MemoryOffer, StageMemory, StreamedWork
 from swarm_shared.base.types import MicrobatchIndex, Step
 from swarm_shared.model import profile_layers
@@ -279,7 +278,7 @@ def memory_markdown(document: Mapping[str, Any]) -> str:
         "budget, GB", "of the comfortable", "weights in host memory, GB", "peak, GB",
         "seconds a microbatch", "share of full speed", "predicted",
     )  # fmt: skip
-    return "\n".join([head, "", *markdown_table(columns, "rrrrrrr", _cells(stage))])
+    return headed_table(head, columns, "rrrrrrr", _cells(stage))
 
 
 def least_markdown(document: Mapping[str, Any]) -> str:
@@ -305,7 +304,7 @@ def least_markdown(document: Mapping[str, Any]) -> str:
         f"{LEAST_MICROBATCHES} microbatches of one sequence in float32, "
         f"{document['measured_at'][:10]}:"
     )
-    return "\n".join([head, "", *markdown_table(columns, "lrrrr", rows)])
+    return headed_table(head, columns, "lrrrr", rows)
 
 
 def _cells(stage: Mapping[str, Any]) -> Sequence[Sequence[str]]:
@@ -338,18 +337,11 @@ def main(
     if least:
         rows = [row for one in LEAST for row in measure_least(*one)]
         document = {**result_head(PACKAGES), "rows": rows}
-        click.echo(least_markdown(document))
-        write_result(out or RESULTS / "stage-memory-least.json", document)
+        conclude(out or RESULTS / "stage-memory-least.json", document, least_markdown)
         return
     stage = measure(preset, layers, microbatches, rounds)
     document = {**result_head(PACKAGES), "threads": torch.get_num_threads(), "stage": stage}
-    heads = (
-        "budget", "of comfortable", "on the host", "peak", "seconds", "speed", "predicted",
-    )  # fmt: skip
-    click.echo(table(heads, _cells(stage), range(len(heads))))
-    path = out or RESULTS / "stage-memory.json"
-    write_result(path, document)
-    click.echo(f"\nwritten to {path}")
+    conclude(out or RESULTS / "stage-memory.json", document, memory_markdown)
 
 
 if __name__ == "__main__":

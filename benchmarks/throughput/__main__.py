@@ -18,7 +18,7 @@ from typing import Any
 
 import click
 
-from benchmarks.outcome import RESULTS, refuse_other_losses, result_head, work_folder, write_result
+from benchmarks.outcome import RESULTS, conclude, refuse_other_losses, result_head, work_folder
 from benchmarks.pages.tables import throughput_markdown
 from benchmarks.run_data import PLAIN_BORDERS, TimedStep, loss_disagreement, preset_sizes
 from benchmarks.throughput.contenders import CONTENDERS, Contender, run_contender
@@ -50,10 +50,7 @@ def main(
     with work_folder("throughput") as work:
         results = _measure(chosen, work, steps, repetitions, preset)
     document = _document(chosen, results, warmup, steps, preset)
-    click.echo(f"\n{throughput_markdown(document)}")
-    path = out or RESULTS / f"throughput-{preset}.json"
-    write_result(path, document)
-    click.echo(f"\nwritten to {path}")
+    conclude(out or RESULTS / f"throughput-{preset}.json", document, throughput_markdown)
     refuse_other_losses([document["loss_disagreement"]])
 
 

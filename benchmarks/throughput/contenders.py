@@ -110,6 +110,6 @@ def _swarm(contender: Contender, template: Path, work: Path) -> Sequence[TimedSt
         # Stages are assigned explicitly, so that every repetition measures the same swarm.
         for peer in range(contender.processes):
             swarm.start_volunteer(invite, stage=peer % contender.stages)
-        finished = swarm.watch(lambda seen, status: None)
+        finished = swarm.watch()
         swarm.wait_for_exit()
     return timed_steps(finished)

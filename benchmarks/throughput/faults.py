@@ -31,7 +31,7 @@ from typing import Any
 import click
 import psutil
 
-from benchmarks.outcome import RESULTS, result_head, work_folder, write_result
+from benchmarks.outcome import conclude, out_option, result_head, work_folder
 from benchmarks.pages.tables import faults_markdown
 from benchmarks.run_data import PLAIN_BORDERS
 from swarm_client.fault_injection.faults import ANY_PEER, PLAN_VARIABLE, FaultAction, FaultPoint
@@ -188,13 +188,12 @@ class Swarm:
 @click.option(
     "--repetitions", default=2, show_default=True, help="Repetitions of each single fault."
 )
-@click.option("--out", type=click.Path(path_type=Path), default=RESULTS / "faults.json")
+@out_option("faults.json")
 def main(kills: int, every: float, repetitions: int, out: Path) -> None:
     """Measure the cost of killed, frozen and leaving peers and of a killed coordinator."""
     with work_folder("faults") as work, Subprocesses() as children:
         document = measure(work, children, kills, every, repetitions)
-    write_result(out, document)
-    click.echo(f"\n{faults_markdown(document)}\n\nwritten to {out}")
+    conclude(out, document, faults_markdown)
 
 
 def measure(

@@ -26,8 +26,14 @@ from typing import Any
 import click
 import psutil
 
-from benchmarks.outcome import RESULTS, refuse_other_losses, result_head, work_folder, write_result
-from benchmarks.pages.markdown import markdown_table
+from benchmarks.outcome import (
+    conclude,
+    out_option,
+    refuse_other_losses,
+    result_head,
+    work_folder,
+)
+from benchmarks.pages.markdown import headed_table, when_and_where
 from benchmarks.run_data import TimedStep, loss_disagreement
 from benchmarks.throughput.__main__ import PACKAGES, make_template, tokens_per_second
 from benchmarks.throughput.contenders import CONTENDERS, Contender, run_contender
@@ -190,7 +196,7 @@ def measure(contender: Contender, work: Path, steps: int, warmup: int, preset: s
 @click.option("--steps", default=6, show_default=True, type=click.IntRange(2))
 @click.option("--warmup", default=2, show_default=True, type=click.IntRange(1))
 @click.option("--preset", default="small", show_default=True, type=click.Choice(list(PRESETS)))
-@click.option("--out", default=RESULTS / "processor-seconds.json", type=click.Path(path_type=Path))
+@out_option("processor-seconds.json")
 def main(steps: int, warmup: int, preset: str, out: Path) -> None:
     """Measure what the processors do in a step of torch, of its pipeline and of the swarm."""
     if warmup >= steps:
@@ -209,31 +215,29 @@ def main(steps: int, warmup: int, preset: str, out: Path) -> None:
         **result_head(PACKAGES), "preset": preset, "steps": steps, "warmup_steps": warmup,
         "contenders": entries, "loss_disagreement": loss_disagreement(losses),
     }  # fmt: skip
-    click.echo(f"\n{processor_markdown(document)}")
-    write_result(out, document)
-    click.echo(f"\nwritten to {out}")
+    conclude(out, document, processor_markdown)
     refuse_other_losses([document["loss_disagreement"]])
 
 
 def processor_markdown(document: Mapping[str, Any]) -> str:
     """Core seconds of a step by category, for the contenders side by side."""
     entries = [document["contenders"][name] for name in COMPARED]
-    machine, steps = document["machine"], document["steps"] - document["warmup_steps"]
+    steps = document["steps"] - document["warmup_steps"]
     seconds = [entry["core_seconds_per_step"] for entry in entries]
     rows = [(name, [one[name] for one in seconds]) for name in CATEGORIES]
     rows.append(("together", [sum(one.values()) for one in seconds]))
-    lines = markdown_table(
-        ("core seconds of a step", *(entry["name"] for entry in entries), "swarm less 1F1B"),
-        "lrrrr",
-        [(name, *(f"{v:.2f}" for v in values), f"{values[2] - values[1]:+.2f}")
-         for name, values in rows],
-    )  # fmt: skip
+    columns = ("core seconds of a step", *(entry["name"] for entry in entries), "swarm less 1F1B")
+    shown = [
+        (name, *(f"{v:.2f}" for v in values), f"{values[2] - values[1]:+.2f}")
+        for name, values in rows
+    ]
     rates = ", ".join(f"{entry['tokens_per_second']:,.0f}" for entry in entries)
     head = (
-        f"Means of {steps} steps of preset `{document['preset']}`, {document['measured_at'][:10]}, "
-        f"{machine['cpu_count']} cores ({machine['processor']}), sampled by perf: {rates} tokens/s."
+        f"Means of {steps} steps of preset `{document['preset']}`, {when_and_where(document)}, "
+        f"sampled by perf: {rates} tokens/s."
     )
-    return "\n".join([head, "", *lines, "", "`make bench-processor-seconds` repeats it."])
+    foot = "`make bench-processor-seconds` repeats it."
+    return headed_table(head, columns, "lrrrr", shown, foot)
 
 
 if __name__ == "__main__":

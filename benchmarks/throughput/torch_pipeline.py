@@ -29,12 +29,10 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 
 from benchmarks.instruments.pace import Pace, pace_from_environment
 from benchmarks.run_data import RunData, TimedStep, write_steps
+from benchmarks.throughput.torch_stage import StageTraining
 from swarm_shared.base.memory import FORWARD_SHARE
-from swarm_shared.model.flat_gradients import FlatLayout, bind_gradients, squared_norm
 from swarm_shared.model.initialise import build_stage
-from swarm_shared.model.optimizer import AdamW, apply_step, make_optimizer
 from swarm_shared.run.manifest import Manifest
-from swarm_shared.run.schedule import clip_factor, learning_rate
 
 
 class PacedStage(PipelineStage):
@@ -62,9 +60,7 @@ class Part:
     """One stage that this rank holds."""
 
     stage: PacedStage
-    layout: FlatLayout
-    gradient: Tensor
-    optimizer: AdamW
+    training: StageTraining
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,13 +159,9 @@ def _groups(place: Place) -> tuple[Any, Any]:
 
 def _make_part(manifest: Manifest, index: int, group: Any) -> Part:
     module = build_stage(manifest, index)
-    layout = FlatLayout.of(module)
-    assert layout.tied_count == 0, "this contender does not sum the gradients of a tied table"
-    gradient = layout.new_flat()
-    bind_gradients(module, layout, gradient)
     pace = pace_from_environment(manifest.stages[index].work_flops, time.monotonic)
     stage = PacedStage(pace, module, index, manifest.stage_count, torch.device("cpu"), group=group)
-    return Part(stage, layout, gradient, make_optimizer(module, manifest.optimizer))
+    return Part(stage, StageTraining(manifest, module))
 
 
 def _close(
@@ -179,17 +171,14 @@ def _close(
     squares = 0.0
     for part in parts:
         if place.pipelines > 1:
-            dist.all_reduce(part.gradient, group=across)
-        part.gradient.div_(manifest.tokens_per_step)
+            dist.all_reduce(part.training.gradient, group=across)
+        square = part.training.squared_norm()
         if place.pipeline == 0:
-            squares += squared_norm(part.gradient)
+            squares += square
     totals = torch.tensor([squares, loss_sum], dtype=torch.float64)
     dist.all_reduce(totals)
-    factor = clip_factor(float(totals[0]) ** 0.5, manifest.optimizer.clip_norm)
-    rate = learning_rate(manifest.optimizer, manifest.training.steps, step)
     for part in parts:
-        apply_step(part.optimizer, part.layout, part.gradient, rate, factor)
-        part.gradient.zero_()
+        part.training.apply(step, float(totals[0]) ** 0.5)
     return float(totals[1]) / manifest.tokens_per_step
 
 

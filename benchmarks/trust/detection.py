@@ -23,7 +23,7 @@ from typing import Any
 
 import click
 
-from benchmarks.outcome import RESULTS, result_head, write_result
+from benchmarks.outcome import conclude, out_option, result_head
 from benchmarks.pages.markdown import markdown_table
 from benchmarks.pages.pictures import pyplot
 from benchmarks.simulator.scenarios import manifest_of
@@ -188,7 +188,7 @@ def draw(document: Mapping[str, Any], path: Path) -> None:
 
 @click.command()
 @click.option("--seeds", default=8, help="Simulated swarms of each row.")
-@click.option("--out", type=click.Path(path_type=Path), default=RESULTS / "trust-detection.json")
+@out_option("trust-detection.json")
 @click.option("--picture", type=click.Path(path_type=Path), default=PICTURE)
 def main(seeds: int, out: Path, picture: Path) -> None:
     rows = []
@@ -204,9 +204,9 @@ def main(seeds: int, out: Path, picture: Path) -> None:
         "detection": rows,
         "honest": honest(HONEST_AUDITS),
     }  # fmt: skip
-    write_result(out, document)
+    conclude(out, document, detection_markdown)
     draw(document, picture)
-    click.echo(f"{detection_markdown(document)}\n\nwritten to {out} and {picture}")
+    click.echo(f"drawn as {picture}")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,14 @@ from typing import Any
 
 import click
 
-from benchmarks.outcome import RESULTS, refuse_other_losses, result_head, work_folder, write_result
+from benchmarks.outcome import (
+    conclude,
+    out_option,
+    refuse_other_losses,
+    result_head,
+    work_folder,
+    write_result,
+)
 from benchmarks.run_data import (
     PLAIN_BORDERS,
     TimedStep,
@@ -71,7 +78,7 @@ NAMES = {
               help="Over loopback; cable lines carry `tiny`.")  # fmt: skip
 @click.option("--line", "lines", multiple=True, type=click.Choice([LOOPBACK, CABLE]),
               help="Repeatable; default: all.")  # fmt: skip
-@click.option("--out", type=click.Path(path_type=Path), default=RESULTS / "trust-overhead.json")
+@out_option("trust-overhead.json")
 def main(steps: int, repetitions: int, preset: str, lines: tuple[str, ...], out: Path) -> None:
     """Measure tokens/s with and without verified work."""
     found: dict[str, Any] = {}
@@ -90,7 +97,7 @@ def main(steps: int, repetitions: int, preset: str, lines: tuple[str, ...], out:
                 line, preset if line == LOOPBACK else "tiny", steps, repetitions, work / line
             )
             write_result(out, document)
-    click.echo(f"\n{overhead_markdown(document)}\n\nwritten to {out}")
+    conclude(out, document, overhead_markdown)
     refuse_other_losses([one["loss_disagreement"] for one in found.values()])
 
 
@@ -161,7 +168,7 @@ def train(run_dir: Path, prefixes: Sequence[tuple[str, ...]]) -> Sequence[TimedS
         for number, prefix in enumerate(prefixes[1:]):
             swarm.prefix = prefix
             swarm.start_volunteer(invite, stage=number % STAGES)
-        finished = swarm.watch(lambda seen, status: None)
+        finished = swarm.watch()
         swarm.wait_for_exit()
     return timed_steps(finished)
 

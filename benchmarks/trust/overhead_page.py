@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
-from benchmarks.pages.markdown import markdown_table
+from benchmarks.pages.markdown import headed_table, when_and_where
 
 
 def overhead_markdown(document: Mapping[str, Any]) -> str:
     """Throughput with audits over that without."""
-    machine = document["machine"]
     rows = [
         (
             f"{line}, `{found['preset']}`", row["name"],
@@ -24,9 +23,8 @@ def overhead_markdown(document: Mapping[str, Any]) -> str:
     ]  # fmt: skip
     head = (
         f"Medians of {document['repetitions']} interleaved repetitions of {document['steps']} "
-        f"steps, {document['measured_at'][:10]}, {machine['cpu_count']} cores "
-        f"({machine['processor']}), load average {document['load_average'][0]:.1f} before. "
-        f"{document['stages']} stages x {document['peers_per_stage']} peers."
+        f"steps, {when_and_where(document)}, load average {document['load_average'][0]:.1f} "
+        f"before. {document['stages']} stages x {document['peers_per_stage']} peers."
     )
     columns = ("line", "audited", "audits passed", "tokens/s", "over none", "range of tokens/s")
-    return "\n".join([head, "", *markdown_table(columns, "llrrrr", rows)])
+    return headed_table(head, columns, "llrrrr", rows)

@@ -22,7 +22,7 @@ from typing import Any
 
 import click
 
-from benchmarks.outcome import RESULTS, exit_if, result_head, work_folder, write_result
+from benchmarks.outcome import conclude, exit_if, out_option, result_head, work_folder
 from benchmarks.trust.strangers_page import strangers_markdown
 from kits.attack.strangers import (
     CHEATS,
@@ -201,7 +201,7 @@ def wrongly_lost(run: Run, turns: list[Turn]) -> list[str]:
 
 def alone(run: Run) -> dict[str, Any]:
     start_honest(run)
-    run.swarm.watch(lambda *_: None)
+    run.swarm.watch()
     run.swarm.wait_for_exit()
     return outcome_of(run, run.manifest.training.steps)
 
@@ -227,7 +227,7 @@ def measured(
 
 @click.command()
 @click.option("--steps", default=40, show_default=True, help="Of the run among liars.")
-@click.option("--out", type=click.Path(path_type=Path), default=RESULTS / "strangers.json")
+@out_option("strangers.json")
 def main(steps: int, out: Path) -> None:
     """Measure a run among liars, and its honest members alone."""
     with work_folder("strangers", AssertionError) as work:
@@ -240,8 +240,7 @@ def main(steps: int, out: Path) -> None:
         "forward_seconds": FORWARD_SECONDS, "microbatches": MICROBATCHES,
         "alone": honest, "among_liars": mixed,
     }  # fmt: skip
-    write_result(out, document)
-    click.echo(f"\n{strangers_markdown(document)}\n\nwritten to {out}")
+    conclude(out, document, strangers_markdown)
     exit_if(failed(document))
 
 

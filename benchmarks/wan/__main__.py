@@ -18,9 +18,9 @@ from typing import Any
 import click
 
 from benchmarks.outcome import (
-    RESULTS,
     exit_if,
     now,
+    out_option,
     refuse_other_losses,
     result_head,
     work_folder,
@@ -62,9 +62,7 @@ SERVER = "server"
     help="Like --keep, and add the repetitions to those of mixes in the result.",
 )
 @click.option("--file", "mix_file", default=MIXES, type=click.Path(path_type=Path))
-@click.option(
-    "--out", default=RESULTS / "wan.json", show_default=True, type=click.Path(path_type=Path)
-)
+@out_option("wan.json")
 def main(
     mixes: tuple[str, ...], only: tuple[str, ...], steps: int, warmup: int, cooldown: int,
     repetitions: int, check: bool, keep: bool, add: bool, mix_file: Path, out: Path,

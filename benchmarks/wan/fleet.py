@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from benchmarks.wan.mixes import Mix, Peer
 from swarm_shared.base.errors import ConfigurationError
 from swarm_shared.run.manifest import Manifest
+from swarm_shared.scheduling.placement.stage_sizes import stage_sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +59,14 @@ class Bound:
     """Index of the bottleneck stage."""
 
 
-def sizes_of(manifest: Manifest, parameters: Sequence[int]) -> Sizes:
-    """Return the sizes of a run with `parameters` per stage, all in float32."""
+def sizes_of(manifest: Manifest) -> Sizes:
+    """Return the sizes of a run, all in float32."""
     training, model = manifest.training, manifest.model
     numbers = training.sequences_per_microbatch * model.sequence_length * model.hidden_size
     return Sizes(
         work_flops=tuple(stage.work_flops for stage in manifest.stages),
         border_bytes=4 * numbers,
-        gradient_bytes=tuple(4 * count for count in parameters),
+        gradient_bytes=tuple(one.gradient_bytes for one in stage_sizes(manifest)),
         microbatches=training.microbatches_per_step,
         tokens_per_microbatch=manifest.tokens_per_microbatch,
     )

@@ -21,7 +21,7 @@ from benchmarks.wan.links.traffic import Recorder
 from benchmarks.wan.mixes import Link, Mix, Training
 from benchmarks.wan.proportions import REFERENCE, proportions_of, reference_proportions
 from benchmarks.wan.report import mix_document, result_row
-from benchmarks.wan.templates import Templates, parameter_counts
+from benchmarks.wan.templates import Templates
 from swarm_shared.base.errors import SwarmError
 
 CHECKS = 3
@@ -58,7 +58,7 @@ def open_field(
     """Yield the mix's network with the results of its link checks; remove it afterwards."""
     templates = Templates(work / "templates", plan.steps, mix.training)
     manifest = templates.manifest()
-    sizes = sizes_of(manifest, parameter_counts(manifest))
+    sizes = sizes_of(manifest)
     members = assign(mix, sizes.work_flops)
     links = {member.name: member.peer.link for member in members}
     links[COORDINATOR] = server

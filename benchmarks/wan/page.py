@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.pages.markdown import markdown_table
+from benchmarks.pages.markdown import headed_table, markdown_table
 from benchmarks.pages.tables import ratio
 
 _AIM_OF_BOUND = 0.85
@@ -44,7 +44,7 @@ def ratios_markdown(document: Mapping[str, Any]) -> str:
         f"links, and over the bound of float32 (aim {_AIM_OF_BOUND:g}):"
     )
     alignment = "ll" + "r" * (len(opponents) + 1)
-    return "\n".join([head, "", *markdown_table([*columns, "over the bound"], alignment, rows)])
+    return headed_table(head, [*columns, "over the bound"], alignment, rows)
 
 
 def wan_markdown(document: Mapping[str, Any]) -> str:

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from benchmarks.wan.mixes import Training
 from swarm_coordinator.run_creation.initialise import initialise_run
-from swarm_shared.model.flat_gradients import FlatLayout
-from swarm_shared.model.initialise import build_stage
 from swarm_shared.run.codec_sizes import ActivationCodec
 from swarm_shared.run.manifest import Manifest
 
@@ -57,11 +55,3 @@ class Templates:
             manifest = initialise_run(path, PRESET, stages=stages, overrides=changes)
             self._made[key] = (path, manifest)
         return self._made[key]
-
-
-def parameter_counts(manifest: Manifest) -> list[int]:
-    """Return the number of parameters of each stage without allocating them."""
-    return [
-        FlatLayout.of(build_stage(manifest, index, "meta")).count
-        for index in range(manifest.stage_count)
-    ]

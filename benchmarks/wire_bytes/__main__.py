@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from benchmarks.instruments.inside import prefix_of
-from benchmarks.outcome import RESULTS, result_head, work_folder, write_result
+from benchmarks.outcome import conclude, out_option, result_head, work_folder
 from benchmarks.run_data import PLAIN_BORDERS, preset_sizes
 from benchmarks.wire_bytes.accounting import boundaries, kinds
 from benchmarks.wire_bytes.gossip import Gossip
@@ -36,14 +36,12 @@ PACKAGES = ("torch", "libp2p", "hivemind", "swarmtrain")
 @click.option("--steps", default=8, show_default=True, type=click.IntRange(1))
 @click.option("--stages", default=3, show_default=True, type=click.IntRange(2, 16))
 @click.option("--preset", default="tiny", show_default=True, type=click.Choice(list(PRESETS)))
-@click.option("--out", default=RESULTS / "wire-bytes.json", type=click.Path(path_type=Path))
+@out_option("wire-bytes.json")
 def main(steps: int, stages: int, preset: str, out: Path) -> None:
     """Count the bytes on the wire of a short run, against the least that it takes."""
     with work_folder("bytes") as work:
         document = measure(work, steps, stages, preset)
-    click.echo(f"\n{wire_bytes_markdown(document)}")
-    write_result(out, document)
-    click.echo(f"\nwritten to {out}")
+    conclude(out, document, wire_bytes_markdown)
 
 
 def measure(work: Path, steps: int, stages: int, preset: str) -> dict[str, Any]:

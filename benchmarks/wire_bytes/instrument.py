@@ -47,7 +47,7 @@ class Instrument:
             ],
             "connections": [
                 {
-                    "remote": one.peer_id.to_base58(),
+                    "remote": one.remote,
                     "socket_bytes": self._socket_bytes[id(_transport(one._channel))],
                     "muxer_bytes": one.sent_bytes,
                     "noise_messages": self._messages[id(one._channel)],

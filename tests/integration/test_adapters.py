@@ -33,7 +33,7 @@ def test_a_death_and_a_join_change_no_bit_and_peft_loads_the_export(
     # Two hold stage 0; a joining peer has the base from the organiser, the adapters from a peer.
     run.kill(volunteers[0])
     swarm.start_volunteer(invite, stage=0)
-    swarm.watch(lambda *_: None)
+    swarm.watch()
     assert swarm.wait_for_exit() == []
 
     run.assert_equals_reference()

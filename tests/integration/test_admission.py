@@ -76,7 +76,7 @@ def test_a_banned_volunteer_is_disconnected_in_seconds_and_changes_no_loss(make_
         "swarm-client: error: the organiser has banned this peer from the run: it was seen cheating"
     ]
 
-    swarm.watch(lambda *_: None)
+    swarm.watch()
     assert swarm.wait_for_exit() == []
     assert good.exit_code() == 0
     run.assert_equals_reference()
@@ -111,7 +111,7 @@ def test_other_volunteers_close_their_links_with_a_banned_one_that_is_frozen(mak
     finally:
         bad.signal(signal.SIGCONT)
     assert bad.wait(60) == AdmissionError.exit_code
-    swarm.watch(lambda *_: None)
+    swarm.watch()
     assert swarm.wait_for_exit() == []
     assert (first.exit_code(), second.exit_code()) == (0, 0)
     run.assert_equals_reference()

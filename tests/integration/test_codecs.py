@@ -24,7 +24,7 @@ def test_int8_in_both_directions_equals_the_reference_and_sends_as_few_bytes_as_
     assert manifest.activation_bytes == manifest.gradient_bytes == values * (1 + 2 / 256)
     invite = swarm.start_coordinator()
     stages = {swarm.start_volunteer(invite, stage=stage).name: stage for stage in range(3)}
-    swarm.watch(lambda *_: None)
+    swarm.watch()
 
     history = run.history_at_its_end()
     run.assert_equals_reference()
@@ -55,7 +55,7 @@ def test_topk_gradients_equal_the_reference_through_a_death_and_a_join(make_run)
     run.wait_for_version(4)
     run.kill(swarm.volunteers[0])
     swarm.start_volunteer(invite)
-    history = swarm.watch(lambda *_: None)
+    history = swarm.watch()
 
     assert swarm.wait_for_exit() == []
     assert sum(c.microbatches for c in history.contributions) == 12 * 12 * 2
@@ -69,7 +69,7 @@ def test_int8_averages_leave_replicas_equal_and_the_run_near_its_reference(make_
     invite = swarm.start_coordinator()
     for number in range(4):
         swarm.start_volunteer(invite, stage=number % 2)
-    swarm.watch(lambda *_: None)
+    swarm.watch()
 
     assert swarm.wait_for_exit() == []
     rejected = swarm.status()["figures"]["rejected"]

@@ -30,7 +30,7 @@ def test_the_copy_that_joined_first_ends_with_the_reason_and_no_bit_changes(
     (said,) = first.last_lines(1)
     assert "another program has joined with the same identity since" in said
     assert "remove identity.key from the copy" in said
-    history = swarm.watch(lambda *_: None)
+    history = swarm.watch()
     assert swarm.wait_for_exit() == []
     assert second.exit_code() == other.exit_code() == 0
     # Both copies were one peer, which has the newer one's name.

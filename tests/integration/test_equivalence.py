@@ -24,7 +24,7 @@ def test_plain_float32_averages_with_a_join_and_a_graceful_leave_stay_near_the_r
     leaving = swarm.volunteers[0]
     swarm.expect_exit(leaving)
     leaving.signal(signal.SIGINT)
-    swarm.watch(lambda *_: None)
+    swarm.watch()
 
     history = run.history_at_its_end()
     assert leaving.exit_code() == 0
@@ -49,7 +49,7 @@ def test_a_bfloat16_run_equals_a_bfloat16_process(make_run) -> None:
     invite = swarm.start_coordinator()
     for _ in range(2):
         swarm.start_volunteer(invite)
-    swarm.watch(lambda *_: None)
+    swarm.watch()
 
     assert swarm.wait_for_exit() == []
     run.assert_equals_reference()

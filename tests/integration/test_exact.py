@@ -38,7 +38,7 @@ def test_deaths_a_join_and_a_coordinator_restart_change_no_bit(make_run) -> None
     before = run.restart_coordinator(invite)
     run.wait_for_version(11)
     run.kill(swarm.volunteers[1])
-    history = swarm.watch(lambda *_: None)
+    history = swarm.watch()
 
     assert swarm.wait_for_exit() == []
     assert run.losses()[: len(before)] == before  # no acknowledged step was lost

@@ -67,7 +67,7 @@ def test_deaths_a_join_and_a_return_to_version_0_change_no_bit(
     run.wait_for_version(6)
     run.kill(volunteers[0])
     swarm.start_volunteer(invite, stage=0)
-    history = swarm.watch(lambda *_: None)
+    history = swarm.watch()
 
     assert swarm.wait_for_exit() == []
     assert any("to its checkpoint at 0" in note.text for note in history.notes)

@@ -26,7 +26,7 @@ def test_a_volunteer_moves_to_the_slowest_stage_and_the_run_equals_the_reference
     run.wait_for_version(1)
     for _ in range(2):
         swarm.start_volunteer(invite, 0)
-    history = swarm.watch(lambda *_: None)
+    history = swarm.watch()
 
     assert swarm.wait_for_exit() == []
     assert any("moved to stage 1" in "\n".join(v.last_lines(400)) for v in swarm.volunteers)

@@ -49,7 +49,7 @@ def test_a_stage_that_no_longer_fits_is_handed_over_and_no_bit_changes(
     }  # fmt: skip
     write_atomically(plan, json.dumps({"faults": [fault]}).encode())
     run.wait_for(lambda: says("has too little memory left for stage 0"), "the shortage")
-    history = swarm.watch(lambda *_: None)
+    history = swarm.watch()
     assert says("the coordinator ended the session")
     assert short.exit_code() is None, "it waits until the memory is there again"
     short.signal(signal.SIGINT)

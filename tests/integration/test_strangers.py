@@ -61,7 +61,7 @@ def a_run_with(
     for stage in range(stages):
         for _ in range(honest):
             swarm.start_volunteer(invite, stage=stage)
-    swarm.watch(lambda *_: None)
+    swarm.watch()
     for child in swarm.volunteers:
         if child.exit_code() is None and (child.name in liars or _was_refused(child)):
             swarm.expect_exit(child)

@@ -26,7 +26,7 @@ def test_a_volunteer_with_an_upload_limit_sends_less_in_the_all_reduce(
     limit = f"upload_bytes_per_second = {LIMIT_BYTES_PER_SECOND}\n"
     (home / "preferences.toml").write_text(limit)
     swarm.start_volunteer(invite)
-    swarm.watch(lambda *_: None)
+    swarm.watch()
 
     history = run.history_at_its_end()
     name_of = history.names

@@ -44,7 +44,7 @@ def test_a_stopped_run_continues_at_its_last_step_with_other_volunteers(make_run
     swarm.environment["OMP_WAIT_POLICY"] = "PASSIVE"
     for _ in range(2):
         swarm.start_volunteer(invite)
-    swarm.watch(lambda *_: None)
+    swarm.watch()
 
     assert len(before) == stopped_at >= 2
     assert run.losses()[:stopped_at] == before  # the checkpoint was of the very last step
@@ -91,7 +91,7 @@ def test_a_stage_with_a_member_without_hivemind_averages_over_libp2p(
     without = swarm.start_volunteer(invite)
     del swarm.environment["PYTHONPATH"]
     swarm.start_volunteer(invite)
-    swarm.watch(lambda *_: None)
+    swarm.watch()
 
     history = run.history_at_its_end()
     assert any("all-reduce goes over libp2p" in line for line in without.last_lines(50))

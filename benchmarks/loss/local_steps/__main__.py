@@ -24,7 +24,7 @@ from benchmarks.loss.local_steps.page import local_steps_markdown
 from benchmarks.loss.local_steps.search import LARGER_MODEL_METHODS, METHODS, Training, train_all
 from benchmarks.loss.local_steps.training import Diverged, train_local_steps
 from benchmarks.loss.quality import SETTINGS
-from benchmarks.outcome import RESULTS, now, result_head, write_result
+from benchmarks.outcome import now, out_option, result_head, write_result
 from swarm_coordinator.durability.run_files import load_manifest
 from swarm_coordinator.offline.reference import StepRecord, compute_threads, evaluate
 from swarm_coordinator.run_creation.initialise import initialise_run
@@ -158,9 +158,7 @@ def last_loss(records: Sequence[StepRecord]) -> float:
 @click.option("--seeds", type=click.IntRange(1), default=3, show_default=True)
 @click.option("--minutes", type=click.FloatRange(0), default=600.0, show_default=True)
 @click.option("--model", type=click.Choice(list(MODELS)), default=SMALL, show_default=True)
-@click.option(
-    "--out", type=click.Path(path_type=Path, dir_okay=False), default=RESULTS / "local-steps.json"
-)
+@out_option("local-steps.json")
 def main(seeds: int, minutes: float, model: str, out: Path) -> None:
     """Measure the final loss with local steps, compared with synchronous training."""
     methods = METHODS if model == SMALL else LARGER_MODEL_METHODS

@@ -14,7 +14,7 @@ from benchmarks.loss.local_steps.search import (
     Training,
     training_of,
 )
-from benchmarks.pages.markdown import markdown_table
+from benchmarks.pages.markdown import headed_table
 
 _COLUMNS = (
     "method", "cohorts", "moments", "averages", "rates tried", "best rate", "held-out loss",
@@ -48,7 +48,7 @@ def _model_markdown(model: str, document: Mapping[str, Any], rows: Rows) -> str:
     )
     best = _best(own)
     table = [_row(training, own, best) for training in best.values()]
-    return "\n".join([head, "", *markdown_table(_COLUMNS, "lllrrrrrrrr", table)])
+    return headed_table(head, _COLUMNS, "lllrrrrrrrr", table)
 
 
 def _best(rows: Rows) -> dict[Method, Training]:

@@ -23,7 +23,7 @@ import click
 
 from benchmarks.machine import describe_machine
 from benchmarks.outcome import RESULTS, write_result
-from benchmarks.pages.markdown import markdown_table
+from benchmarks.pages.markdown import headed_table
 from benchmarks.simulator.routing.rules import RULES
 from benchmarks.simulator.scenarios import manifest_of
 from swarm_coordinator.core.state.moves import RebalancingRule, RebalancingSettings
@@ -129,7 +129,7 @@ def routing_markdown(results: Mapping[str, Any]) -> str:
         f"level is {min(errors):+.0%} to {max(errors):+.0%}, of the absolute values the mean is "
         f"{statistics.fmean(map(abs, errors)):.0%}."
     )
-    return "\n".join([described, "", *markdown_table(head, "r" * len(head), rows)])
+    return headed_table(described, head, "r" * len(head), rows)
 
 
 def _mean(found: Sequence[Mapping[str, float]], name: str) -> float:

@@ -20,7 +20,7 @@ from typing import Any
 
 import click
 
-from benchmarks.outcome import RESULTS, exit_if, result_head, work_folder, write_result
+from benchmarks.outcome import conclude, exit_if, out_option, result_head, work_folder
 from benchmarks.run_data import RunData
 from benchmarks.trust.honest.audits import Found, Stage, count_everywhere
 from benchmarks.trust.honest.cells import STAGES, Setting, write_cells
@@ -129,7 +129,7 @@ def row(setting: Setting, honest: Found, liar: Found) -> dict[str, Any]:
 @click.command()
 @click.option("--microbatches", default=16, show_default=True, type=click.IntRange(1, 16))
 @click.option("--only", type=click.IntRange(0, len(SETTINGS) - 1), help="One setting.")
-@click.option("--out", type=click.Path(path_type=Path), default=RESULTS / "trust-honest.json")
+@out_option("trust-honest.json")
 def main(microbatches: int, only: int | None, out: Path) -> None:
     """Audit honest machines, and count the verdicts."""
     rows = []
@@ -150,8 +150,7 @@ def main(microbatches: int, only: int | None, out: Path) -> None:
         **result_head(PACKAGES), "load_average": load, "kinds": list(KINDS),
         "versions": VERSIONS, "microbatches": microbatches, "rows": rows,
     }  # fmt: skip
-    write_result(out, document)
-    click.echo(f"{honest_markdown(document)}\n\nwritten to {out}")
+    conclude(out, document, honest_markdown)
     exit_if(failed(rows))
 
 

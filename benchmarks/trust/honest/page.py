@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.pages.markdown import markdown_table
+from benchmarks.pages.markdown import headed_table
 
 COLUMNS = (
     "dtype, codecs", "audits", "equal to the bit", "median distance of others",
@@ -32,4 +32,4 @@ def honest_markdown(document: Mapping[str, Any]) -> str:
         f"as of {', '.join(document['kinds'])}, after {', '.join(map(str, document['versions']))} "
         "steps."
     )
-    return "\n".join([head, "", *markdown_table(COLUMNS, "lrrrrrrrr", shown)])
+    return headed_table(head, COLUMNS, "lrrrrrrrr", shown)

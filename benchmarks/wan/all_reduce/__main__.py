@@ -26,18 +26,18 @@ import click
 
 from benchmarks.instruments.handicap import EQUAL_SHARES_VARIABLE
 from benchmarks.instruments.inside import prefix_of
-from benchmarks.outcome import RESULTS, result_head, work_folder, write_result
+from benchmarks.outcome import conclude, out_option, result_head, work_folder
 from benchmarks.run_data import PLAIN_BORDERS
 from benchmarks.wan.all_reduce.averaging import all_reduce_markdown, bound_seconds, step_seconds
 from benchmarks.wan.links.check import check_links, render
 from benchmarks.wan.links.network import Network, wide_area_network
 from benchmarks.wan.mixes import MIXES, Link, read_mixes
-from benchmarks.wan.templates import parameter_counts
 from kits.network_lab import LabError
 from swarm_coordinator.demo.local_swarm import LocalSwarm
 from swarm_coordinator.demo.subprocesses import Subprocesses
 from swarm_coordinator.run_creation.initialise import initialise_run
 from swarm_shared.run.codec_sizes import AverageCodec
+from swarm_shared.scheduling.placement.stage_sizes import stage_sizes
 
 PACKAGES = ("torch", "libp2p", "hivemind", "trio", "swarmtrain")
 COORDINATOR = "coordinator"
@@ -66,9 +66,7 @@ members: a member without any has zero gradients, which `exact` encodes in no by
 @click.option("--members", "sizes", multiple=True, default=(2, 4), type=click.IntRange(2, 8))
 @click.option("--codec", "codecs", multiple=True, default=("none", "exact", "int8"),
               type=click.Choice(get_args(AverageCodec)))  # fmt: skip
-@click.option(
-    "--out", default=RESULTS / "all-reduce.json", show_default=True, type=click.Path(path_type=Path)
-)
+@out_option("all-reduce.json")
 def main(
     links: Sequence[str], sizes: Sequence[int], codecs: Sequence[AverageCodec], out: Path
 ) -> None:
@@ -97,9 +95,7 @@ def main(
                         click.echo(f"{codec}, {row['sums']}: {row['seconds_median']:.2f} s")
     document = {**result_head(PACKAGES), "load_before": load_before, "steps": STEPS - WARMUP,
                 "settings": SETTINGS, "rows": rows}  # fmt: skip
-    click.echo(f"\n{all_reduce_markdown(document)}")
-    write_result(out, document)
-    click.echo(f"\nwritten to {out}")
+    conclude(out, document, all_reduce_markdown)
 
 
 def _measure(
@@ -125,19 +121,19 @@ def _measure(
             if len(set(lines)) > 1:
                 _limit_upload(local.home(f"volunteer-{n}"), line)
             local.start_volunteer(invite, stage=0)
-        local.watch(lambda seen, status: None)
+        local.watch()
         local.wait_for_exit()
     network.end_programs()
     events = [json.loads(one.read_text()) for one in records.glob("*.json")]
     shutil.rmtree(place)
-    [parameters] = parameter_counts(manifest)
+    [stage] = stage_sizes(manifest)
     seconds = [step_seconds(events, step, members) for step in range(WARMUP + 1, STEPS + 1)]
-    bound = bound_seconds(4 * parameters, lines)
+    bound = bound_seconds(stage.gradient_bytes, lines)
     return {
         "members": members,
         "codec": codec,
         "sums": "equally much" if equal else "what its line takes",
-        "gradient_bytes": 4 * parameters,
+        "gradient_bytes": stage.gradient_bytes,
         "seconds": seconds,
         "seconds_median": statistics.median(seconds),
         "bound_seconds": bound,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.pages.markdown import markdown_table
+from benchmarks.pages.markdown import headed_table
 from benchmarks.wan.mixes import Link
 from swarm_shared.base.errors import SwarmError
 
@@ -72,4 +72,4 @@ def all_reduce_markdown(document: Mapping[str, Any]) -> str:
         "links", "members", "codec", "division", "seconds", "bound of float32",
         "bound over seconds",
     )  # fmt: skip
-    return "\n".join([head, "", *markdown_table(columns, "lrllrrr", rows)])
+    return headed_table(head, columns, "lrllrrr", rows)

@@ -30,13 +30,11 @@ from torch import Tensor, nn
 
 from benchmarks.instruments.pace import Pace, pace_from_environment
 from benchmarks.run_data import RunData
+from benchmarks.throughput.torch_stage import StageTraining
 from swarm_shared.base.memory import FORWARD_SHARE
-from swarm_shared.model.flat_gradients import FlatLayout, bind_gradients, squared_norm
 from swarm_shared.model.initialise import build_stage
 from swarm_shared.model.llama import Stage
-from swarm_shared.model.optimizer import apply_step, make_optimizer
 from swarm_shared.run.manifest import Manifest
-from swarm_shared.run.schedule import clip_factor, learning_rate
 
 HANDLERS = 4
 """Number of request handler processes; hivemind recommends four per expert."""
@@ -103,27 +101,15 @@ class Close(nn.Module):
     """Step close as an expert: input (1, 3) of action, norm and step; output (1, 1) of the squared
     norm, or zero."""
 
-    def __init__(self, manifest: Manifest, stage: Stage) -> None:
+    def __init__(self, training: StageTraining) -> None:
         super().__init__()
-        self._manifest = manifest
-        self._layout = FlatLayout.of(stage)
-        self._gradient = self._layout.new_flat()
-        bind_gradients(stage, self._layout, self._gradient)
-        self._optimizer = make_optimizer(stage, manifest.optimizer)
+        self._training = training
 
     def forward(self, request: Tensor) -> Tensor:
         what, norm, step = (float(value) for value in request[0])
         if what == NORM:
-            self._gradient.div_(self._manifest.tokens_per_step)
-            square = squared_norm(self._gradient)
-            return torch.tensor([[square]], dtype=torch.float64)
-        optimizer = self._manifest.optimizer
-        rate = learning_rate(optimizer, self._manifest.training.steps, int(step))
-        apply_step(
-            self._optimizer, self._layout, self._gradient, rate,
-            clip_factor(norm, optimizer.clip_norm),
-        )  # fmt: skip
-        self._gradient.zero_()
+            return torch.tensor([[self._training.squared_norm()]], dtype=torch.float64)
+        self._training.apply(int(step), norm)
         return torch.zeros((1, 1), dtype=torch.float64)
 
 
@@ -134,7 +120,7 @@ def make_backends(manifest: Manifest, index: int, compression: Any) -> dict[str,
         model.sequence_length, model.hidden_size, dtype=torch.float32, compression=compression
     )
     stage = build_stage(manifest, index)
-    closing = Close(manifest, stage)
+    closing = Close(StageTraining(manifest, stage))
     is_last = index == manifest.stage_count - 1
     arguments = [tokens] if index == 0 else [activations]
     if is_last:

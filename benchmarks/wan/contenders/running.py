@@ -62,7 +62,7 @@ def swarm(
             if equal_shares:
                 local.environment[EQUAL_SHARES_VARIABLE] = "1"
             local.start_volunteer(invite, stage=member.stage)
-        finished = local.watch(lambda seen, status: None)
+        finished = local.watch()
         local.wait_for_exit()
     # Byte counts of links are written last.
     told = local.history() or finished

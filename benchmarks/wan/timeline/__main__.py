@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from benchmarks.instruments.inside import prefix_of
-from benchmarks.outcome import RESULTS, result_head, work_folder, write_result
+from benchmarks.outcome import conclude, out_option, result_head, work_folder
 from benchmarks.wan.contenders.field import Field
 from benchmarks.wan.contenders.running import swarm
 from benchmarks.wan.fleet import Member
@@ -52,12 +52,7 @@ WAYS: dict[str, tuple[str, ActivationCodec, int]] = {
     help="Configurations; repeatable; default: all.",
 )
 @click.option("--steps", default=6, show_default=True, type=click.IntRange(WARMUP + COOLDOWN + 1))
-@click.option(
-    "--out",
-    default=RESULTS / "wan-timeline.json",
-    show_default=True,
-    type=click.Path(path_type=Path),
-)
+@out_option("wan-timeline.json")
 def main(mixes: tuple[str, ...], ways: tuple[str, ...], steps: int, out: Path) -> None:
     """Account for every second of a step at every machine."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -78,9 +73,7 @@ def main(mixes: tuple[str, ...], ways: tuple[str, ...], steps: int, out: Path) -
         "steps": steps, "warmup_steps": WARMUP, "cooldown_steps": COOLDOWN, "mixes": found,
         "trainings": {name: file.mix(name).training.model_dump() for name in mixes},
     }  # fmt: skip
-    click.echo(f"\n{timeline_markdown(document)}")
-    write_result(out, document)
-    click.echo(f"\nwritten to {out}")
+    conclude(out, document, timeline_markdown)
 
 
 def _profile(field: Field, place: Path, way: tuple[str, ActivationCodec, int]) -> dict[str, Any]:

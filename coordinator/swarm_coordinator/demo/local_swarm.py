@@ -126,7 +126,9 @@ class LocalSwarm:
         """Allow a process to end before the run does, because the caller ends it on purpose."""
         self.children.exit_expected.append(child)
 
-    def watch(self, on_change: Callable[[History, Mapping[str, Any]], None]) -> History:
+    def watch(
+        self, on_change: Callable[[History, Mapping[str, Any]], None] = lambda seen, status: None
+    ) -> History:
         """Follow the run until it is finished; SwarmError when a process ends earlier."""
         while True:
             # Exit codes are read before the database: the last step may be written in between.

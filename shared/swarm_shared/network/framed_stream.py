@@ -127,7 +127,7 @@ class FramedStream:
         self._stream = stream
         self.protocol = protocol
         self._is_superseded = is_superseded
-        self.remote = PeerId(stream.connection.peer_id.to_base58())
+        self.remote = stream.connection.remote
         """The remote's peer ID, proved by the connection's Noise handshake."""
         self._decoder = FrameDecoder(limits)
         self._frames: deque[Frame] = deque()

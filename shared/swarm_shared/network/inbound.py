@@ -80,7 +80,7 @@ class Inbound:
         """
 
         async def run(stream: YamuxStream) -> None:
-            remote = _remote(stream)
+            remote = stream.connection.remote
             traffic = self.traffic.link(remote, protocol, lasts=self.knows(remote))
             async with FramedStream(stream, protocol, limits, traffic) as framed:
                 await handler(framed)
@@ -96,7 +96,7 @@ class Inbound:
                 await handler(stream)
                 await stream.hang_up()
             except (SwarmError, MuxedStreamError, trio.TooSlowError) as error:
-                logger.debug("%s with %s ended: %s", protocol, _remote(stream), error)
+                logger.debug("%s with %s ended: %s", protocol, stream.connection.remote, error)
             finally:
                 # No more than tidying up where both ends have closed the stream.
                 await stream.reset()
@@ -110,7 +110,7 @@ class Inbound:
     def _set(self, protocol: str, run: RawHandler, public: bool, max_streams: int) -> None:
         async def accept(stream: YamuxStream) -> None:
             handle = partial(self._supervise, protocol, run, public)
-            key = (_remote(stream), protocol)
+            key = (stream.connection.remote, protocol)
             await self._bounded(self._open_of_protocol, key, max_streams, handle, stream)
 
         self._served.add_handler(TProtocol(protocol), accept)
@@ -121,7 +121,7 @@ class Inbound:
         assert isinstance(opened, NetStream)
         stream = opened.muxed_stream
         assert isinstance(stream, YamuxStream), "the host runs no other muxer"
-        remote, max_streams = _remote(stream), self._max_streams
+        remote, max_streams = stream.connection.remote, self._max_streams
         if not self.knows(remote):
             max_streams = min(MAX_UNKNOWN_PEER_STREAMS, max_streams)
         try:
@@ -156,7 +156,7 @@ class Inbound:
     async def _supervise(
         self, protocol: str, run: RawHandler, public: bool, stream: YamuxStream
     ) -> None:
-        remote = _remote(stream)
+        remote = stream.connection.remote
         try:
             if public or self.admits(remote, protocol):
                 if self.knows(remote):
@@ -182,7 +182,3 @@ class Inbound:
             logger.error(
                 "the handler of %s failed on a stream with %s", protocol, remote, exc_info=error
             )
-
-
-def _remote(stream: YamuxStream) -> PeerId:
-    return PeerId(stream.connection.peer_id.to_base58())

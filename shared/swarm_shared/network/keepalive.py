@@ -61,7 +61,7 @@ class ConnectionMaintenance:
     def connected(self, connection: SwarmConn) -> None:
         """Handle a new connection: a direct one replaces relayed ones, a relayed one is punched."""
         muxer = muxer_of(connection)
-        peer = PeerId(muxer.peer_id.to_base58())
+        peer = muxer.remote
         if muxer.relay is None:
             place = remote_multiaddr(muxer.get_remote_address())
             # A connection made during hole punching came through the hole, unless it is local.

@@ -119,7 +119,7 @@ class Links:
 
     def changed(self, connection: SwarmConn) -> None:
         """Update after a connection was opened or lost."""
-        peer = PeerId(connection.muxed_conn.peer_id.to_base58())
+        peer = muxer_of(connection).remote
         best = self.best(peer)
         muxer = None if best is None else muxer_of(best)
         before = self._best.get(peer)
@@ -146,7 +146,7 @@ class Links:
 
     def is_superseded(self, muxer: YamuxConnection) -> bool:
         """Whether a relayed connection has been replaced by a direct one, which new streams use."""
-        return muxer.relay is not None and self.has_direct(PeerId(muxer.peer_id.to_base58()))
+        return muxer.relay is not None and self.has_direct(muxer.remote)
 
 
 async def _negotiate(stream: YamuxStream, peer: PeerId, protocol: str) -> None:

@@ -58,14 +58,6 @@ class Counted:
     transcript: Transcript
 
 
-@dataclass(frozen=True, slots=True)
-class Reconciliation:
-    """Differences between the accumulator and the coordinator's commit set, in ascending order."""
-
-    extra: tuple[MicrobatchIndex, ...]
-    missing: tuple[MicrobatchIndex, ...]
-
-
 @dataclass(slots=True, eq=False)
 class _OpenStep(Generic[ReceiptT]):
     """One step in progress."""
@@ -191,15 +183,6 @@ class StageAccount(Generic[ReceiptT]):
         """Record that the attempt to close has ended without an apply."""
         self._closing = False
 
-    def reconcile(
-        self, committed: Collection[MicrobatchIndex], held: Collection[MicrobatchIndex]
-    ) -> Reconciliation:
-        """Compare what the accumulator of the closing step holds with what is committed."""
-        return Reconciliation(
-            extra=tuple(sorted(set(held) - set(committed))),
-            missing=tuple(sorted(set(committed) - set(held))),
-        )
-
     def removed(self, step: Step, microbatches: Collection[MicrobatchIndex]) -> None:
         """Drop the receipts of microbatches that were taken out of the accumulator, or are not in
         it."""
@@ -217,15 +200,12 @@ class StageAccount(Generic[ReceiptT]):
             self.removed(step, tuple(opened.receipts))
             opened.emptied += 1
 
-    def applied(self, version: Version) -> int:
-        """Record that the step is applied and its accumulator is empty; return the number of
-        microbatches that were counted here."""
+    def applied(self, version: Version) -> None:
+        """Record that the step is applied and its accumulator is empty."""
         if version != self.version + 1:
             raise ValueError(f"version {version} does not follow version {self.version}")
         step = self.step
-        counted = self.count(step)
         self.emptied(step)
         self._steps.pop(step, None)
         self.version = version
         self._closing = False
-        return counted

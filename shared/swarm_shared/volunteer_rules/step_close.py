@@ -586,21 +586,20 @@ class StepClose(Generic[ReceiptT]):
     ) -> None:
         """Make the copy contain exactly the committed microbatches, or report why it cannot."""
         attempt, close, account = progress.attempt, progress.attempt.close, self._account
-        difference = account.reconcile(close.committed, microbatches)
-        if difference.extra:
-            account.removed(close.step, difference.extra)
-            reason = f"{len(difference.extra)} extra microbatches could not be removed"
+        if extra := tuple(sorted(set(microbatches) - set(close.committed))):
+            account.removed(close.step, extra)
+            reason = f"{len(extra)} extra microbatches could not be removed"
             progress.reset_report = _failure(close, reason, reset=True)
-            self._actions.append(Uncommit(self._lane_work(progress), close.step, difference.extra))
+            self._actions.append(Uncommit(self._lane_work(progress), close.step, extra))
         elif not finite:
             # Each one was finite when it was added; after this no part of the sum is trusted.
             reason = "the sum of its gradients is not finite"
             progress.reset_report = _failure(close, reason, reset=True, not_finite=True)
             self._empty(progress)
-        elif difference.missing:
-            account.removed(close.step, difference.missing)
-            reason = f"{len(difference.missing)} committed microbatches are not held here"
-            self._fail(attempt, _failure(close, reason, missing=difference.missing))
+        elif missing := tuple(sorted(set(close.committed) - set(microbatches))):
+            account.removed(close.step, missing)
+            reason = f"{len(missing)} committed microbatches are not held here"
+            self._fail(attempt, _failure(close, reason, missing=missing))
         else:
             self._reduce_next(progress)
 

@@ -41,7 +41,7 @@ def trained(make_run: Callable[..., Any], tmp_path: Path) -> Callable[..., Histo
             for name, (_, stage) in members.items():
                 run.swarm.prefix = network.hosts[name].prefix
                 assert run.swarm.start_volunteer(invite, stage).name == name
-            run.swarm.watch(lambda *_: None)
+            run.swarm.watch()
             history: History = run.history_at_its_end()
         run.assert_equals_reference()
         return history

@@ -123,7 +123,7 @@ class NatRun:
 
     def finish(self) -> Any:
         """Train to the end; everybody leaves in peace, and one machine computes the same."""
-        self.run.swarm.watch(lambda *_: None)
+        self.run.swarm.watch()
         history = self.run.history_at_its_end()
         self.run.assert_equals_reference()
         return history

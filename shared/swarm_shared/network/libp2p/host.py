@@ -223,11 +223,11 @@ class NodeSwarm(Swarm):  # type: ignore[misc]
 
     def _takes(self, muxer: YamuxConnection, address: str) -> bool:
         """Whether there is room for one more connection of an unknown peer."""
-        if self._is_known(muxer):
+        if self.knows(muxer.remote):
             return True
         strangers = self._strangers.setdefault(address, set())
         if len(strangers) >= MAX_UNKNOWN_PER_ADDRESS:
-            strangers -= {stranger for stranger in strangers if self._is_known(stranger)}
+            strangers -= {stranger for stranger in strangers if self.knows(stranger.remote)}
         if len(strangers) >= MAX_UNKNOWN_PER_ADDRESS:
             return False
         strangers.add(muxer)
@@ -236,7 +236,7 @@ class NodeSwarm(Swarm):  # type: ignore[misc]
 
     def _throttle(self, muxer: YamuxConnection, address: str, cost: int) -> float:
         seconds = self._strangers_rate.take(address, min(cost, UNKNOWN_PEERS_BURST_BYTES))
-        if seconds and self._is_known(muxer):
+        if seconds and self.knows(muxer.remote):
             muxer.throttle = None
             return 0.0
         return seconds
@@ -247,9 +247,6 @@ class NodeSwarm(Swarm):  # type: ignore[misc]
             strangers.discard(muxer)
             if not strangers:
                 del self._strangers[address]
-
-    def _is_known(self, muxer: YamuxConnection) -> bool:
-        return self.knows(PeerId(muxer.peer_id.to_base58()))
 
     async def _upgrade_inbound(
         self, stream: ReadWriteCloser, maddr: Multiaddr, place: tuple[str, int]

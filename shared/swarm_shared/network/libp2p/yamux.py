@@ -342,6 +342,8 @@ class YamuxConnection(IMuxedConn):  # type: ignore[misc]
         self.secured_conn = secured_conn
         self._channel = NoiseChannel(secured_conn)
         self.peer_id = peer_id
+        self.remote = PeerId(peer_id.to_base58())
+        """`peer_id` as the project's own type; the Noise handshake has proved it."""
         self.on_close: Callable[[], Awaitable[Any]] | None = None
         self.event_started = trio.Event()
         self.event_closed = trio.Event()

@@ -167,7 +167,7 @@ class HolePuncher:
 
     async def handle(self, stream: YamuxStream) -> None:
         """Handle an attempt that the remote has begun."""
-        peer = PeerId(stream.connection.peer_id.to_base58())
+        peer = stream.connection.remote
         if stream.connection.relay is None or not self._takes_invitation(peer):
             await stream.reset()
             return

@@ -263,7 +263,7 @@ class RelayClient:
 
     async def handle_stop(self, stream: YamuxStream) -> None:
         """Handle a connection that arrives through a relay; returns when it has ended."""
-        relay = PeerId(stream.connection.peer_id.to_base58())
+        relay = stream.connection.remote
         with trio.fail_after(MESSAGE_SECONDS):
             request = await read_message(stream, StopMessage)
         if relay not in self._slots or request.type != StopMessage.CONNECT:

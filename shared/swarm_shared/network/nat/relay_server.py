@@ -113,7 +113,7 @@ class RelayServer:
     async def handle(self, stream: YamuxStream) -> None:
         """Handle one hop stream: a reservation, or a circuit for as long as it lasts."""
         connection = stream.connection
-        remote = PeerId(connection.peer_id.to_base58())
+        remote = connection.remote
         with trio.fail_after(MESSAGE_SECONDS):
             request = await read_message(stream, HopMessage)
         if request.type == HopMessage.RESERVE:
