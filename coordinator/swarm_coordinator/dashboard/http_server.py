@@ -51,8 +51,8 @@ MAX_CONNECTIONS_OF_ONE_ADDRESS = 32
 """Connections from one IPv4 address or one IPv6 /64; a browser opens six. Does not apply to this
 machine and to trusted proxies, from which all clients of a reverse proxy connect."""
 RESERVED_CONNECTIONS = 64
-"""Further ones for this machine alone: whoever takes all others does not keep out its browser and
-its monitoring."""
+"""Further ones for this machine alone: its browser and its monitoring are answered also while other
+machines have all others."""
 END_SECONDS = 1.0
 """Limit for requests in progress to notice that the server has closed their connections."""
 

@@ -28,7 +28,7 @@ from swarm_coordinator.run_dir.folder import RunFolder, disk_errors, quoted, rea
 from swarm_coordinator.run_dir.initial_states import initial_files
 from swarm_coordinator.run_dir.state_files import file_sha256
 from swarm_coordinator.storage.database import copy_database, database_exists, open_for_reading
-from swarm_coordinator.storage.records import read_checkpoints, read_restored
+from swarm_coordinator.storage.records import LARGEST_GENERATION, read_checkpoints, read_restored
 from swarm_shared.base.atomic_file import (
     PRIVATE_MODE,
     make_folder,
@@ -46,6 +46,8 @@ from swarm_shared.run.manifest import Manifest
 SUMMARY_NAME = "backup.json"
 MAX_RECORDED_BACKUPS = 50
 """Maximum number of backups listed in the run folder."""
+_LATEST_UNIX_SECONDS = 250_000_000_000
+"""In the year 9892; a date has at most four digits of a year."""
 _ATTEMPTS = 3
 """Attempts to copy a checkpoint: a running coordinator may prune it while it is copied."""
 _PLAIN_FILES = ("run.toml", "manifest.json", "tokenizer.json", "port")
@@ -76,10 +78,10 @@ class BackupSummary(FrozenModel):
     run: RunId
     name: str
     software: str
-    saved_at: float
+    saved_at: float = Field(ge=0, le=_LATEST_UNIX_SECONDS)
     """Unix seconds."""
     version: Version = Field(ge=0)
-    generation: int = Field(ge=0)
+    generation: int = Field(ge=0, le=LARGEST_GENERATION)
     checkpoint: Version | None
     files: tuple[SavedFile, ...]
 
@@ -216,7 +218,9 @@ def verify_backup(path: Path) -> BackupSummary:
         file = path / saved.path
         try:
             size = file.stat().st_size
-            if size != saved.bytes:
+            if not file.is_file():  # a pipe or a device, of which a read may never end
+                problems.append(f"{saved.path} is not a file")
+            elif size != saved.bytes:
                 problems.append(f"{saved.path} has {size} bytes and had {saved.bytes}")
             elif file_sha256(file) != saved.sha256:
                 problems.append(f"{saved.path} has another hash")

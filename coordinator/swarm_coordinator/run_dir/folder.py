@@ -82,6 +82,8 @@ class RunFolder:
             # Private, because the log has names of volunteers; key and token are private files
             # anyway.
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with contextlib.suppress(PermissionError):  # such as a volume of another user
+                path.chmod(0o700)
             for part in (folder.data, folder.checkpoints, folder.log):
                 part.mkdir()
         return folder

@@ -83,16 +83,21 @@ _EPOCH_UNIX_SECONDS = 1_767_225_600
 
 LARGEST_GENERATION = 2**29 - 1
 """Upper bound of generations. Numbers of attempts and leases are generation * 2**24 and must stay
-below 2**53. `generation_floor` reaches the bound in 2043."""
+below 2**53."""
+_STARTS_LEFT = 2**20
+"""Generations above the largest floor: a clock that is set to a later century when a backup is
+restored must not use up what all later starts need."""
 
 
 def generation_floor(unix_seconds: float) -> int:
     """Return a generation above every earlier one, for a run whose earlier ones are not known.
 
     A lost or restored database may know too few starts. A start takes longer than a second, so the
-    seconds since a fixed day exceed the number of starts of any run that was never restored.
+    seconds since a fixed day exceed the number of starts of any run that was never restored. They
+    reach the bound in 2042.
     """
-    return min(LARGEST_GENERATION, max(0, int(unix_seconds) - _EPOCH_UNIX_SECONDS))
+    latest = LARGEST_GENERATION - _STARTS_LEFT
+    return min(latest, max(0, int(unix_seconds) - _EPOCH_UNIX_SECONDS))
 
 
 def insert_generation(connection: Connection, now: float, above: int = 0) -> int:

@@ -29,8 +29,10 @@ def test_a_new_folder_is_private_and_has_its_parts(tmp_path: Path):
 
 
 def test_an_empty_folder_may_become_a_run(tmp_path: Path):
-    (tmp_path / "run").mkdir()
-    assert RunFolder.create(tmp_path / "run").data.is_dir()
+    (tmp_path / "run").mkdir(mode=0o755)
+    folder = RunFolder.create(tmp_path / "run")
+    assert folder.data.is_dir()
+    assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
 
 
 def test_a_run_or_anything_else_is_never_overwritten(tmp_path: Path):

@@ -122,7 +122,7 @@ def test_wandb_writes_every_record_to_its_offline_folder(
         assert sorted(str(loss).encode() in content for content in written) == [False, True]
 
 
-def test_wandb_is_told_nothing_of_this_machine(
+def test_wandb_gets_nothing_of_this_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A project may be public, and a command line may have secrets."""
