@@ -16,13 +16,11 @@ from hypothesis import strategies as st
 
 from kits.coordinator import run as run_kit
 from kits.coordinator.shell_world import client, hello_for, make_run, served
-from kits.swarm_world.event_bench import Bench
 from swarm_coordinator.admission import device_owners
 from swarm_coordinator.admission.device_owners import DeviceOwners, named_owner
 from swarm_coordinator.core.events import AppliedStep, StageShare
 from swarm_coordinator.dashboard.database_reader import DatabaseReader
 from swarm_coordinator.run_dir.folder import RunFolder
-from swarm_coordinator.server.run_news import Leaderboard
 from swarm_coordinator.storage.admission_rows import read_owners
 from swarm_coordinator.storage.connection import DatabaseLocation
 from swarm_coordinator.storage.contributions import read_contributions
@@ -162,20 +160,6 @@ def test_a_record_with_a_binding_that_does_not_hold_is_not_written(tmp_path: Pat
         trio.run(store.write, PeerSeen(ATTACKER.peer_id, "x", None, forged(ATTACKER)))
     assert store.read(read_owners) == {}
     store.close()
-
-
-def test_the_run_news_add_up_an_owners_devices_and_rank_by_the_sum() -> None:
-    board = Leaderboard(Bench().manifest)
-    board.add_step(step(1, (VICTIM, 0, 10), (FIRST, 0, 10), (ATTACKER, 0, 15)))
-    board.describe(VICTIM.peer_id, "vera", None, None)
-    board.describe(FIRST.peer_id, "vera's other", "Vs", VICTIM.peer_id)
-    first, second = board.rows()
-    assert (first.peer, first.devices, first.name, first.team) == (
-        VICTIM.peer_id, (FIRST.peer_id,), "vera", None,
-    )  # fmt: skip
-    assert (first.tokens, second.tokens, second.devices) == (20, 15, ())
-    board.describe(FIRST.peer_id, "vera's other", "Vs", None)
-    assert [row.tokens for row in board.rows()] == [15, 10, 10]
 
 
 # ---------------------------------------------------------------- over the network

@@ -160,8 +160,10 @@ async def test_revoking_a_token_ends_the_sessions_of_those_that_it_let_in(
         assert "was revoked" in await tries(run.invite, Identity.generate(), made[0]["secret"])
 
 
-async def test_a_run_of_the_last_release_keeps_its_invite(token_run: RunFolder) -> None:
-    """Its token was a file; the first start with this release writes its hash to the database."""
+async def test_the_token_of_the_standing_invite_is_written_down_with_the_first_start(
+    token_run: RunFolder,
+) -> None:
+    """Before it, the token is a file."""
     secret = token_run.admission_token()
     async with served(token_run) as run:
         assert run.invite.token == secret

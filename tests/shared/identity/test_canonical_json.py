@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import struct
 
 import pytest
 
@@ -27,34 +26,11 @@ def test_the_example_of_the_rfc_has_the_bytes_of_the_rfc() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("bits", "text"),
-    [
-        ("0000000000000000", "0"),
-        ("8000000000000000", "0"),
-        ("0000000000000001", "5e-324"),
-        ("7fefffffffffffff", "1.7976931348623157e+308"),
-        ("4430000000000000", "295147905179352830000"),
-        ("44b52d02c7e14af5", "9.999999999999997e+22"),
-        ("444b1ae4d6e2ef4f", "999999999999999900000"),
-        ("444b1ae4d6e2ef50", "1e+21"),
-        ("3eb0c6f7a0b5ed8c", "9.999999999999997e-7"),
-        ("3eb0c6f7a0b5ed8d", "0.000001"),
-        ("41b3de4355555555", "333333333.3333333"),
-        ("becbf647612f3696", "-0.0000033333333333333333"),
-    ],
-)
-def test_numbers_are_written_as_in_the_rfcs_table(bits: str, text: str) -> None:
-    # Appendix B.
-    (number,) = struct.unpack(">d", bytes.fromhex(bits))
-    assert canonical_json({"n": number}) == b'{"n":' + text.encode() + b"}"
-
-
-def test_keys_are_in_the_order_of_their_utf_16() -> None:
-    # In UTF-8 and by code points the second one would be last.
-    assert list(canonical_json({"\ufb33": 1, "\U0001f600": 2}).decode()) == list(
-        '{"\U0001f600":2,"\ufb33":1}'
-    )
+def test_keys_are_in_the_order_of_their_utf_16_and_numbers_as_ecmascript_writes_them() -> None:
+    """Python's own JSON differs in both."""
+    content = {"\ufb33": 2.0**68, "\U0001f600": 1e21}
+    expected = '{"\U0001f600":1e+21,"\ufb33":295147905179352830000}'
+    assert canonical_json(content) == expected.encode()
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 2**53, -(2**53), "\ud800"])

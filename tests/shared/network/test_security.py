@@ -28,6 +28,7 @@ from libp2p.stream_muxer.exceptions import MuxedStreamReset
 from libp2p.stream_muxer.mplex.mplex import MPLEX_PROTOCOL_ID, Mplex
 from multiaddr import Multiaddr
 
+from kits.network.nodes import read_to_the_end
 from kits.waiting import until
 from swarm_shared.base.errors import FrameError, NetworkError
 from swarm_shared.identity.keys import Identity
@@ -130,11 +131,6 @@ async def unread_stream(attacker: Node, victim: Node) -> FramedStream:
 def connection_of(node: Node) -> YamuxConnection:
     [connection] = node._swarm.get_connections()
     return connection.muxed_conn
-
-
-async def read_to_the_end(stream: YamuxStream) -> None:
-    while True:
-        await stream.read()
 
 
 # Who somebody is

@@ -9,6 +9,7 @@ import sys
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +19,7 @@ import torch
 import trio
 import trio.testing
 
-from kits.client.stage_runners import tokens_of
+from kits.client.stage_runners import PLENTY, STEP, tokens_of
 from kits.manifests import equal_stages, manifest_of
 from swarm_client.ipc import shared_memory
 from swarm_client.stage.handle.liveness import Outstanding
@@ -33,9 +34,6 @@ from swarm_shared.run.manifest import (
 )
 
 pytestmark = pytest.mark.process
-
-PLENTY = 2**30
-STEP = Step(1)
 
 
 @pytest.fixture
@@ -53,6 +51,18 @@ def make_manifest(stages: int, stage_queue: int = 8) -> Manifest:
         optimizer={"learning_rate": 1e-2, "warmup_steps": 0},
         limits={"stage_queue": stage_queue},
     )  # fmt: skip
+
+
+@dataclass
+class Deaths:
+    """The reasons of requests that ended with their worker."""
+
+    reasons: list[str] = field(default_factory=list)
+
+    async def expect(self, method: Callable[..., Awaitable[object]], *arguments: object) -> None:
+        with pytest.raises(WorkerDied) as caught:
+            await method(*arguments)
+        self.reasons.append(str(caught.value))
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
@@ -251,12 +261,7 @@ def test_callers_that_wait_when_a_worker_is_given_up_fail(namespace: str, tmp_pa
     manifest = make_manifest(2, stage_queue=1)
     inputs, _ = tokens_of(manifest, 0)
     payload = [inputs.tobytes()]
-    deaths: list[str] = []
-
-    async def call(method: Callable[..., Awaitable[object]], *arguments: object) -> None:
-        with pytest.raises(WorkerDied) as caught:
-            await method(*arguments)
-        deaths.append(str(caught.value))
+    deaths = Deaths()
 
     async def main() -> None:
         async with (
@@ -265,13 +270,13 @@ def test_callers_that_wait_when_a_worker_is_given_up_fail(namespace: str, tmp_pa
         ):
             os.kill(worker.pid, signal.SIGSTOP)  # so that none of these is answered
             kept = partial(worker.save_kept, STEP, tensors=KeptTensors.INPUTS)
-            auditors.start_soon(call, kept, MicrobatchIndex(0), tmp_path / "kept")
+            auditors.start_soon(deaths.expect, kept, MicrobatchIndex(0), tmp_path / "kept")
             for number in range(2):  # the second one waits for a slot
                 auditors.start_soon(
-                    call, worker.forward, STEP, MicrobatchIndex(number), True, payload
+                    deaths.expect, worker.forward, STEP, MicrobatchIndex(number), True, payload
                 )
             await trio.testing.wait_all_tasks_blocked()
-        assert len(deaths) == 3
+        assert len(deaths.reasons) == 3
 
     run(main)
 
@@ -410,35 +415,32 @@ def test_killing_the_worker_fails_every_caller_and_clears_its_memory(
 ) -> None:
     manifest = make_manifest(2, stage_queue=2)
     inputs, _ = tokens_of(manifest, 0)
-    deaths: list[str] = []
+    deaths = Deaths()
+    expect = deaths.expect
 
     async def main() -> None:
         async with workers_of(manifest, [0], namespace, tmp_path) as (worker,):
             assert len(segments_of(namespace)) == 3
             payload = [inputs.tobytes()]
-
-            async def call(method: Callable[..., Awaitable[object]], *arguments: object) -> None:
-                with pytest.raises(WorkerDied) as caught:
-                    await method(*arguments)
-                deaths.append(str(caught.value))
-
             held = [await worker.forward(STEP, MicrobatchIndex(i), True, payload) for i in range(2)]
             os.kill(worker.pid, signal.SIGSTOP)  # so that all of these are unanswered
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(call, worker.forward, STEP, MicrobatchIndex(5), True, payload)
-                nursery.start_soon(call, worker.backward, held[0], bytes(worker.sizes.output_bytes))
-                nursery.start_soon(call, worker.prepare_round, STEP)
+                nursery.start_soon(expect, worker.forward, STEP, MicrobatchIndex(5), True, payload)
+                nursery.start_soon(
+                    expect, worker.backward, held[0], bytes(worker.sizes.output_bytes)
+                )
+                nursery.start_soon(expect, worker.prepare_round, STEP)
                 await trio.testing.wait_all_tasks_blocked()
-                assert deaths == []
+                assert deaths.reasons == []
                 os.kill(worker.pid, signal.SIGKILL)
-            assert len(deaths) == 3
+            assert len(deaths.reasons) == 3
             assert "exit status -9" in str(await worker.wait_died())
-            await call(worker.prepare_round, STEP)
-            await call(worker.forward, STEP, MicrobatchIndex(6), True, payload)
+            await expect(worker.prepare_round, STEP)
+            await expect(worker.forward, STEP, MicrobatchIndex(6), True, payload)
             held[1].release()
 
     run(main)
-    assert len(deaths) == 5
+    assert len(deaths.reasons) == 5
     assert segments_of(namespace) == []
 
 

@@ -10,8 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kits.client.stage_runners import CPU, PLENTY, STEP, make_manifest, tokens_of, wire
-from swarm_client.stage.protocol.errors import RequestFailed
+from kits.client.stage_runners import CPU, PLENTY, STEP, failure, make_manifest, tokens_of, wire
 from swarm_client.stage.worker.accumulation.gradient_sums import CountedSums
 from swarm_client.stage.worker.stage_runner import BackwardResult, ForwardResult, StageRunner
 from swarm_client.stage.worker.step_runner import StepRunner
@@ -67,12 +66,6 @@ def measured(budget: int = PLENTY) -> StageRunner:
 
 def counted(runner: StageRunner) -> tuple[int, ...]:
     return runner.accumulator.contents.microbatches()
-
-
-def failure(call, *arguments) -> str:
-    with pytest.raises(RequestFailed) as caught:
-        call(*arguments)
-    return caught.value.code
 
 
 def test_the_answer_is_the_same_and_nothing_is_counted_before_the_weights() -> None:

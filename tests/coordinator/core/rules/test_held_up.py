@@ -288,16 +288,6 @@ def test_a_shorter_refusal_does_not_take_the_place_of_a_longer_one() -> None:
     assert account.ends_with_self_test, "the earlier ones are over"
 
 
-def test_the_last_holder_of_a_stage_is_refused_once_there_is_another_one() -> None:
-    bench = collecting("a0", "a1")
-    spend(bench, "a0", REFUSED_AT_SECONDS)
-    bench.tick(1.0)
-    assert not refusals(bench, "a0")
-    bench.join("b0", 0)
-    bench.tick(0.25)
-    assert refusals(bench, "a0")
-
-
 # ---- downloads
 
 

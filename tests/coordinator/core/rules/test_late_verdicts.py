@@ -193,17 +193,6 @@ def test_beyond_what_was_computed_twice_the_run_goes_back_again() -> None:
     assert roll_backs(bench) == [1, 3]
 
 
-def test_one_verdict_takes_the_run_back_once() -> None:
-    bench, lots = training()
-    steps(bench, 3)
-    lose_audit(bench, lots)
-    recover(bench)
-    steps(bench, 2)
-    bench.tick(5.0)
-    assert len(roll_backs(bench)) == 1
-    assert bench.run.audits.unverified_since is None
-
-
 def test_standings_go_back_with_the_run_and_are_stored() -> None:
     bench, lots = training()
     steps(bench, 2)

@@ -537,24 +537,6 @@ def test_attaching_anew_in_the_middle_of_a_close_ends_the_attempt() -> None:
     assert "abort_round" in kinds(commands, "a0")
 
 
-def test_a_peer_that_comes_back_during_a_close_is_synced_after_it() -> None:
-    bench = training()
-    bench.lose("b0")
-    bench.tick(1.0)
-    bench.fill()
-    assert bench.run.phase is RunPhase.CLOSING
-    bench.attach("b0", stage=0, version=1)
-    assert bench.run.phase is RunPhase.CLOSING
-    assert PeerId("b0") not in bench.closing()
-    bench.average_all()
-    bench.apply_all()
-    assert bench.run.history.version == 2
-    late = bench.peer("b0")
-    assert late.phase is PeerPhase.SYNCING
-    bench.save("a0")
-    assert bench.run.peers.syncing[PeerId("b0")].source_assigned
-
-
 # ---- proof of the state that a returning peer claims
 
 

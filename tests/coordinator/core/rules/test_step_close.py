@@ -441,22 +441,6 @@ def test_the_last_peer_of_a_stage_is_never_excluded() -> None:
         bench.failed("b0")
 
 
-def test_an_excluded_peer_is_readmitted_when_its_stage_has_no_other_peer() -> None:
-    bench = closing()
-    for _ in range(2):
-        bench.failed("a0", culprit="b0")
-        bench.tick(6.0)
-        bench.report("a0", 1)
-        bench.tick(6.0)
-    assert not any(p.peer == "b0" for p in bench.run.peers.ready(0))
-    bench.lose("a0")
-    assert [p.peer for p in bench.run.peers.ready(0)] == ["b0"]
-    bench.tick(1.0)
-    bench.report("b0", 0, 1)
-    closed_again(bench)
-    assert bench.close_of("b0").committed == (0, 1)
-
-
 def test_an_overdue_close_goes_on_without_its_silent_members() -> None:
     bench = closing(limits={"lease_seconds": 20.0})
     for peer in ("a0", "a1", "b1"):

@@ -275,14 +275,6 @@ def test_a_member_that_cannot_apply_is_synced_anew_and_the_others_go_on() -> Non
     assert set(marked(bench)) == {"b0"}
 
 
-def test_a_replica_that_is_no_longer_bitwise_equal_is_synced_anew() -> None:
-    bench = collecting()
-    applied_by_all(bench)
-    applied_by_all(bench, b0="odd")
-    assert phase(bench, "b0") is PeerPhase.SYNCING
-    assert set(marked(bench)) == {"b0"}
-
-
 def test_a_replica_that_was_never_bitwise_equal_is_an_unlike_device_and_stays() -> None:
     bench = collecting()
     for _ in range(3):

@@ -135,14 +135,6 @@ def test_both_ends_of_a_tied_model_are_audited_with_one_secret() -> None:
 # ---- at the close
 
 
-def test_a_member_that_put_in_what_it_counted_closes_the_step() -> None:
-    bench = filled()
-    answer_all(bench)
-    close(bench)
-    assert bench.run.phase is RunPhase.APPLYING
-    assert lost(bench) == []
-
-
 def contested(*names: str, part: int = 14, false: str = "", **options: Any) -> Bench:
     """a0 states another sum than its auditors, which were the first ones asked."""
     bench = filled(*names, **options)
