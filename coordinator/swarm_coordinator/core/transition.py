@@ -156,10 +156,12 @@ def begin(
     is the number of newest ones that the organiser's folder keeps.
     """
     stored_version = restored.checkpoint.version if restored.checkpoint is not None else 0
+    # Messages of earlier generations may still arrive, so numbers are never reused.
+    last_number = restored.generation * NUMBERS_PER_GENERATION
     audits = audits or no_audits()
     audits.standings = restored_standings(restored.standings)
     audits.classes = restored_classes(restored.agreements)
-    audits.last_audit = restored.generation * NUMBERS_PER_GENERATION
+    audits.last_audit = last_number
     history = RunHistory(
         version=restored.version,
         last_applied=restored.last_applied,
@@ -170,8 +172,6 @@ def begin(
         recomputed=restored.recomputed,
         fingerprints=restored_digests(restored.state_digests),
     )
-    # Messages of earlier generations may still arrive, so numbers are never reused.
-    last_number = restored.generation * NUMBERS_PER_GENERATION
     return RunState(
         manifest=manifest,
         start=CoordinatorStart(restored.generation, now, coordinator, manifest_envelope),

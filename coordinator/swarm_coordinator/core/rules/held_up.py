@@ -165,8 +165,11 @@ def _refusal_seconds(run: RunState, account: HeldAccount, now: float) -> float:
 
 def accounts_of(peer: PeerState) -> tuple[PeerId, ...]:
     """The accounts that a peer is charged on: its own and, if it has one, its owner's."""
-    owner = peer.profile.owner
-    return (peer.peer,) if owner is None else (peer.peer, owner)
+    return _accounts(peer.peer, peer.profile.owner)
+
+
+def _accounts(peer: PeerId, owner: PeerId | None) -> tuple[PeerId, ...]:
+    return (peer,) if owner is None else (peer, owner)
 
 
 def held_seconds(run: RunState, peer: PeerState, now: float) -> float:
@@ -252,23 +255,20 @@ def _is_last_holder(run: RunState, peer: PeerState) -> bool:
 
 def refused_seconds(run: RunState, peer: PeerId, owner: PeerId | None, now: float) -> float | None:
     """Seconds for which a peer may not take part; None if it may."""
-    keys = (peer,) if owner is None else (peer, owner)
-    seconds = max(run.held_time.account(key).refused_until for key in keys) - now
+    accounts = map(run.held_time.account, _accounts(peer, owner))
+    seconds = max(account.refused_until for account in accounts) - now
     return seconds if seconds > 0 else None
 
 
 def refusal(run: RunState, peer: PeerId, owner: PeerId | None, now: float) -> str | None:
     """Why a peer may not take part for now, as a sentence; None if it may."""
-    keys = (peer,) if owner is None else (peer, owner)
     seconds = refused_seconds(run, peer, owner, now)
     if seconds is None:
         return None
     device = "this volunteer" if owner is None else "a device of this owner"
-    because = next(
-        (text for key in keys if (text := run.held_time.account(key).refused_because)), ""
-    )
-    if because:
-        return f"{device} was expelled: {because}"
+    for account in map(run.held_time.account, _accounts(peer, owner)):
+        if account.refused_because:
+            return f"{device} was expelled: {account.refused_because}"
     return (
         f"{device} has held up the run for too long or too often within an hour and may take part "
         f"again in {math.ceil(seconds / 60)} min; check its connection and its load"
@@ -288,7 +288,7 @@ def refuse_until(
 
 def ends_with_self_test(run: RunState, peer: PeerId, owner: PeerId | None, now: float) -> bool:
     """Whether a passed self-test ends all that a peer is refused for now."""
-    refused = run.held_time.refused((peer, owner or peer), now)
+    refused = run.held_time.refused(_accounts(peer, owner), now)
     return bool(refused) and all(run.held_time.account(key).ends_with_self_test for key in refused)
 
 
@@ -300,7 +300,7 @@ def lift_refusal(run: RunState, peer: PeerId, owner: PeerId | None, now: float) 
     """
     if not ends_with_self_test(run, peer, owner, now):
         return False
-    for key in run.held_time.refused((peer, owner or peer), now):
+    for key in run.held_time.refused(_accounts(peer, owner), now):
         run.held_time.change(key, now).refused_until = now
     run.note(f"{short(peer)} may take part again: its machine has passed a self-test", peer)
     return True

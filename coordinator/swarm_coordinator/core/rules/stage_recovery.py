@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from swarm_coordinator.core.events import Persist, RolledBack, StandingsRecord
+from swarm_coordinator.core.events import Persist, RolledBack
 from swarm_coordinator.core.rules import membership, round_membership, state_transfer
 from swarm_coordinator.core.rules.release import Release, release
 from swarm_coordinator.core.state.peers import PeerState, StageTransfer
@@ -153,8 +153,7 @@ def _roll_back(run: RunState, reason: str, now: float) -> None:
     run.commands.append(Persist(RolledBack(version, reason)))
     run.history.roll_back(version)
     run.audits.standings.roll_back(version)
-    if standings := run.audits.standings.take_changed():
-        run.commands.append(Persist(StandingsRecord(standings)))
+    run.persist_standings()
     run.checkpoints.roll_back()
     run.steps.ahead = None
     enter_phase(run, RunPhase.WAITING)

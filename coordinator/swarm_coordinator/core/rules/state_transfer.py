@@ -127,8 +127,7 @@ def find_sources(run: RunState, now: float) -> None:
     queue = _SourceQueue(run)
     # Peers that have failed to finish in time go last: their download may never finish.
     joins = sorted(run.peers.unsourced.items(), key=lambda entry: entry[1].close_delays)
-    moves = list(run.peers.movers.items()) if run.peers.movers else []
-    for peer, transfer in joins + moves:
+    for peer, transfer in (*joins, *run.peers.movers.items()):
         # A state that is ready before the step ends would be refused.
         if (
             not transfer.release_first

@@ -20,7 +20,6 @@ from swarm_coordinator.core.events import (
     Persist,
     Remember,
     StageShare,
-    StandingsRecord,
     StateDigestsRecord,
     SumsStated,
 )
@@ -431,8 +430,7 @@ def _decide(run: RunState, step: StepState, now: float) -> None:
     if run.audits.settings.rolls_back:
         counted = (run.peers.get(share.peer) for share in applied.shares)
         run.audits.standings.applied({owner_of(peer) for peer in counted if peer}, applied.step)
-    if standings := run.audits.standings.take_changed():
-        run.commands.append(Persist(StandingsRecord(standings)))
+    run.persist_standings()
     if agreements := run.audits.classes.take_changed():
         run.commands.append(Remember(AgreementsRecord(agreements)))
     run.history.apply(applied)

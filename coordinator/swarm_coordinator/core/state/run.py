@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from swarm_coordinator.core.events import Broadcast, Command, Note, Send
+from swarm_coordinator.core.events import Broadcast, Command, Note, Persist, Send, StandingsRecord
 from swarm_coordinator.core.state.checkpoints import CheckpointState
 from swarm_coordinator.core.state.held_time import HeldTime
 from swarm_coordinator.core.state.history import RunHistory
@@ -81,6 +81,11 @@ class RunState:
         """Count a rejection against a peer, and note it."""
         self.statistics.flag(peer.peer, kind, reason)
         self.note(f"{display(peer)} is flagged: {reason}", peer.peer)
+
+    def persist_standings(self) -> None:
+        """Store the standings of owners that have changed."""
+        if standings := self.audits.standings.take_changed():
+            self.commands.append(Persist(StandingsRecord(standings)))
 
     def hold(self, peer: PeerState, stage: StageIndex, version: Version) -> None:
         """Let a peer hold a stage. Until the peer has measured its rate at that stage, the rate

@@ -19,7 +19,6 @@ from swarm_coordinator.core.events import (
     AuditAnswered,
     Ban,
     Persist,
-    StandingsRecord,
     VerdictRecord,
 )
 from swarm_coordinator.core.rules import held_up
@@ -483,7 +482,7 @@ def convict(run: RunState, verdict: VerdictRecord, now: float) -> None:
         run.audits.unverified_since = min(since, standing.unvested_since)
     run.audits.classes.forget(verdict.peer)
     banned = _count_lost(run, verdict.peer, owner)
-    run.commands.append(Persist(StandingsRecord(run.audits.standings.take_changed())))
+    run.persist_standings()
     for key, lost in banned.items():
         run.commands.append(Ban(key, f"it has lost {lost} audits; the last one: {reason}"))
     if banned:
