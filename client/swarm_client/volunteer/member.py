@@ -146,7 +146,8 @@ class Member:
         await self._spare.ready()
         stage, up = options.wanted_stage, context.node.bandwidth.expected_up_bytes_per_second
         if stage is None:
-            work = streamed_work(self.membership.manifest)
+            manifest = self.membership.manifest
+            work = streamed_work(manifest.model, manifest.training)
             offer = options.offer(trio.current_time())
             stage = most_underserved_stage(welcome.stages, offer, work, up)
         self._attachment.send(StageRequest(stage=stage, up_bytes_per_second=up))

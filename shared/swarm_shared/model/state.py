@@ -89,9 +89,7 @@ def load_state(
     `previous` takes the parameters of the version before, which must then be present.
     """
     expected = state_to_tensors(stage, optimizer, previous)
-    _check_names(expected, tensors)
-    for name, target in expected.items():
-        _check_tensor(name, target, tensors[name])
+    _check(expected, tensors)
     step = int(tensors[STEP_NAME].item())
     if not 0 <= step < 1 << 24:
         raise ProtocolError(
@@ -125,9 +123,7 @@ def load_frozen(stage: Stage, tensors: Mapping[str, Tensor]) -> None:
 
 def _load(parameters: NamedParameters, tensors: Mapping[str, Tensor]) -> None:
     expected: dict[str, Tensor] = {name: p.detach() for name, p in parameters}
-    _check_names(expected, tensors)
-    for name, target in expected.items():
-        _check_tensor(name, target, tensors[name])
+    _check(expected, tensors)
     for name, target in expected.items():
         target.copy_(tensors[name])
 
@@ -197,7 +193,7 @@ def _write_values(file: BinaryIO, described: Tensor, tensor: Tensor) -> None:
         file.write(values[start : start + _WRITE_BYTES].data)
 
 
-def _check_names(expected: Mapping[str, Tensor], seen: Mapping[str, Tensor]) -> None:
+def _check(expected: Mapping[str, Tensor], seen: Mapping[str, Tensor]) -> None:
     missing = sorted(expected.keys() - seen.keys())
     unknown = sorted(seen.keys() - expected.keys())
     if missing or unknown:
@@ -206,6 +202,8 @@ def _check_names(expected: Mapping[str, Tensor], seen: Mapping[str, Tensor]) -> 
             f"the state is not this stage's: {len(missing)} names missing and {len(unknown)} "
             f"unknown ({example}); fetch the state of the right stage"
         )
+    for name, target in expected.items():
+        _check_tensor(name, target, seen[name])
 
 
 def _check_tensor(name: str, target: Tensor, seen: Tensor) -> None:

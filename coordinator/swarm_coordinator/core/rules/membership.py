@@ -199,9 +199,8 @@ def choose_stage(run: RunState, peer: PeerState, request: StageRequest, now: flo
         preferred = _without_conflicts(run, peer, open_rows, now)
         allowed = [row.stage for row in preferred or open_rows]
     try:
-        stage = most_underserved_stage(
-            rows, memory, streamed_work(run.manifest), request.up_bytes_per_second, allowed
-        )
+        work = streamed_work(run.manifest.model, run.manifest.training)
+        stage = most_underserved_stage(rows, memory, work, request.up_bytes_per_second, allowed)
     except CapacityError as error:
         refuse(run, peer, str(error))
         return

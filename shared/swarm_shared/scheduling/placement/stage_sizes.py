@@ -113,13 +113,9 @@ def bottleneck_parameters(config: ModelConfig) -> tuple[int, int]:
     return config.hidden_size + matrix, matrix
 
 
-def streamed_work(manifest: Manifest) -> StreamedWork:
-    """Return what a device computes that copies the layers' matrices for each pass."""
-    return _streamed_work(manifest.model, manifest.training)
-
-
-def _streamed_work(config: ModelConfig, training: TrainingSection) -> StreamedWork:
-    """Return the work per byte of copied weights: products with the matrices, and attention."""
+def streamed_work(config: ModelConfig, training: TrainingSection) -> StreamedWork:
+    """Return what a device computes that copies the layers' matrices for each pass: products with
+    the matrices and attention, per byte of copied weights."""
     matrices = LayerMatrices.of(config)
     attention = 4 * config.sequence_length * config.query_size
     tokens = training.sequences_per_microbatch * config.sequence_length
@@ -151,7 +147,7 @@ def sizes_of_cut(
     table = config.vocabulary_size * config.hidden_size
     last = len(stages) - 1
     narrow, widen = bottleneck_parameters(config)
-    streamed = _streamed_work(config, training)
+    streamed = streamed_work(config, training)
     sizes: list[StageSizes] = []
     for index, cut in enumerate(stages):
         layers = cut.end_layer - cut.first_layer
