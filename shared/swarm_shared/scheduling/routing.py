@@ -15,9 +15,9 @@ Pure: time is passed in, and so is the generator that breaks ties.
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from swarm_shared.base.backoff import backoff_seconds
 from swarm_shared.base.types import MicrobatchIndex, PeerId
@@ -81,10 +81,17 @@ class _PeerEstimate:
     banned_until: float = 0.0
 
 
+class Generator(Protocol):
+    """What routing needs of `random.Random`."""
+
+    def choice(self, seq: Sequence[PeerId], /) -> PeerId: ...
+    def random(self) -> float: ...
+
+
 class StageRouting:
     """The routing table of one sender for one stage."""
 
-    def __init__(self, rng: random.Random, microbatches: int) -> None:
+    def __init__(self, rng: Generator, microbatches: int) -> None:
         """`microbatches` is the number of microbatches of a step."""
         self._rng = rng
         self._microbatches = microbatches
