@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 from swarm_shared.model.flat_gradients import FlatLayout, squared_norm
 from swarm_shared.model.host_copies import HostCopies
 from swarm_shared.model.llama import Stage
+from swarm_shared.model.portable_adamw import AdamWStep, AdamWVectors, take_step
 from swarm_shared.run.manifest import OptimizerConfig
 
 _WINDOW_ELEMENTS = 1 << 18
@@ -46,9 +46,8 @@ class AdamW:
     moments and mean gradient (12 bytes a parameter), and replicas on unlike devices end a step with
     equal parameters. (The idea is ZeRO-Offload's, Ren et al. 2021, arXiv 2101.06840, section 4.)
 
-    torch's functional form, fused: four times faster than foreach on a CPU, and measured bitwise
-    equal for any number of threads and any alignment, which replicas depend on. Not the class
-    torch.optim.AdamW: making one imports torch's compiler, 1.5 s of CPU in every worker.
+    `swarm_shared.model.portable_adamw` takes it, with the same bits for any number of threads and
+    on any processor, which replicas depend on.
     """
 
     config: OptimizerConfig
@@ -56,7 +55,7 @@ class AdamW:
     first_moments: list[Tensor]
     second_moments: list[Tensor]
     steps: list[Tensor]
-    """Number of steps taken, once per parameter as the kernels need it; all are equal."""
+    """Number of steps taken, once per parameter; all are equal."""
 
     def set_steps(self, count: int) -> None:
         for step in self.steps:
@@ -64,40 +63,36 @@ class AdamW:
 
     def step(self, gradients: list[Tensor], learning_rate: float) -> None:
         """Take one step with gradients in host memory; weight decay applies to matrices only."""
-        copies = HostCopies(self.parameters)
+        copies, threads = HostCopies(self.parameters), torch.get_num_threads()
+        for step in self.steps:
+            step.add_(1.0)
+        number = int(self.steps[0].item())
+        decayed, other = (
+            AdamWStep.of(self.config, learning_rate, number, decays=decays)
+            for decays in (True, False)
+        )
         for chosen in self._taken_together():
-            parameters = [self.parameters[i].detach() for i in chosen]
-            weights = [copies.of(parameter) for parameter in parameters]
-            adamw(
-                weights,
-                [gradients[i] for i in chosen],
-                [self.first_moments[i] for i in chosen],
-                [self.second_moments[i] for i in chosen],
-                [],
-                [self.steps[i] for i in chosen],
-                foreach=False,
-                fused=True,
-                amsgrad=False,
-                beta1=self.config.beta1,
-                beta2=self.config.beta2,
-                lr=learning_rate,
-                weight_decay=self.config.weight_decay if weights[0].ndim >= 2 else 0.0,
-                eps=self.config.epsilon,
-                maximize=False,
-            )
-            for parameter, weight in zip(parameters, weights, strict=True):
-                if parameter.device != weight.device:
-                    parameter.copy_(weight)
+            work: list[tuple[AdamWStep, AdamWVectors]] = []
+            for i in chosen:
+                weight = copies.of(self.parameters[i].detach())
+                flat = (
+                    tensor.view(-1).numpy()
+                    for tensor in (
+                        weight, gradients[i], self.first_moments[i], self.second_moments[i]
+                    )
+                )  # fmt: skip
+                work.append((decayed if weight.ndim >= 2 else other, AdamWVectors(*flat)))
+            take_step(work, threads)
+            if self.parameters[chosen[0]].device.type != "cpu":
+                self.parameters[chosen[0]].detach().copy_(weight)
 
     def _taken_together(self) -> Iterator[list[int]]:
-        """Numbers of the parameters of one kernel call: from another device one at a time, so that
-        the host has one copy at a time."""
-        for decayed in (True, False):
-            chosen = [i for i, p in enumerate(self.parameters) if (p.ndim >= 2) is decayed]
-            on_host = [i for i in chosen if self.parameters[i].device.type == "cpu"]
-            if on_host:
-                yield on_host
-            yield from ([i] for i in chosen if i not in on_host)
+        """Numbers of the parameters that step together: those of another device one at a time, so
+        that the host has one copy at a time."""
+        on_host = [i for i, p in enumerate(self.parameters) if p.device.type == "cpu"]
+        if on_host:
+            yield on_host
+        yield from ([i] for i in range(len(self.parameters)) if i not in on_host)
 
 
 def make_optimizer(stage: Stage, config: OptimizerConfig) -> AdamW:
