@@ -22,7 +22,7 @@ from typing import Any, Literal
 import click
 
 from swarm_shared.base.error_groups import expected_error, leaves
-from swarm_shared.base.text import printable_line
+from swarm_shared.base.text import excerpt, printable_line
 
 UNEXPECTED_EXIT_CODE = 1
 USAGE_EXIT_CODE = 2
@@ -140,10 +140,10 @@ def _fail(program: str, error: BaseException, log_folders: Callable[[], Sequence
         return _print_error(program, str(known), known.exit_code)
     if any(isinstance(leaf, KeyboardInterrupt) for leaf in leaves(error)):
         return INTERRUPTED_EXIT_CODE
-    kind, text = type(error).__name__, " ".join(str(error).split())[:300]
+    kind = type(error).__name__
     return _print_error(
         program,
-        f"unexpected error: {kind}: {text}; details are in "
+        f"unexpected error: {kind}: {excerpt(str(error), 300)}; details are in "
         f"{_keep_traceback(program, error, log_folders())}, please report them",
         UNEXPECTED_EXIT_CODE,
     )
@@ -161,12 +161,10 @@ def _keep_traceback(
     """Append the traceback to `PROGRAM-error.log`; print it where no folder is writable."""
     for folder in folders:
         path = folder / f"{program}-error.log"
-        try:
+        with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
             with path.open("a", encoding="utf-8") as file:
                 file.write("".join(traceback.format_exception(error)))
             return path
-        except OSError:
-            continue
     traceback.print_exception(error)
     return "the lines above"

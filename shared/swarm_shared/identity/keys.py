@@ -178,11 +178,10 @@ def _write_exclusively(path: Path, content: bytes) -> None:
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        try:
-            os.write(descriptor, content)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
         os.link(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -176,13 +176,11 @@ class Probe:
     async def _download(self, count: int) -> None:
         await self._send(Download(bytes=count))
         received = 0
-        more = True
-        while more:
+        while received < count:
             answer, payload_bytes = await self._receive(RATE_SECONDS)
             if not isinstance(answer, DownloadChunk):
                 raise ProtocolError(f"{self.peer} answered a download with {answer.kind}")
             received += payload_bytes
-            more = answer.more and received < count
         if received != count:
             raise ProtocolError(f"{self.peer} sent {received} bytes instead of {count}")
 
@@ -197,9 +195,7 @@ class Probe:
         return answer, len(frame.payload)
 
 
-def _refusal(answer: DoctorRefused) -> NetworkError | AdmissionError | ProtocolError:
+def _refusal(answer: DoctorRefused) -> NetworkError | AdmissionError:
     if answer.code == "admission":
         return AdmissionError(answer.reason)
-    if answer.code == "protocol":
-        return ProtocolError(answer.reason)
     return ProbeBusy(answer.reason, answer.retry_after_seconds)

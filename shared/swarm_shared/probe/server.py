@@ -324,12 +324,11 @@ class _ProbeSession:
         self._uploaded += payload_bytes
         if self._uploaded > MAX_RATE_BYTES:
             raise ProtocolError(f"a session uploads at most {MAX_RATE_BYTES} bytes")
-        self._burst += payload_bytes
-        refused = self._may_measure() if self._burst == payload_bytes else None
+        refused = self._may_measure()
         if refused is not None:
-            self._burst = 0
             await self._send(refused)
             return
+        self._burst += payload_bytes
         if not request.more:
             await self._send(UploadAnswer(bytes=self._burst))
             self._burst = 0
@@ -346,4 +345,4 @@ class _ProbeSession:
         while left:
             size = min(left, RATE_CHUNK_BYTES)
             left -= size
-            await self._send(DownloadChunk(more=left > 0), bytes(size))
+            await self._send(DownloadChunk(), bytes(size))

@@ -92,7 +92,7 @@ class DoctorRefused(FrozenModel):
     """Sent in place of a welcome, or of the answer to one request."""
 
     kind: Literal["doctor_refused"] = "doctor_refused"
-    code: Literal["admission", "busy", "protocol"]
+    code: Literal["admission", "busy"]
     reason: Text
     retry_after_seconds: Seconds = 0.0
 
@@ -152,7 +152,6 @@ class DownloadChunk(FrozenModel):
     """One piece of the download; its payload has no meaning."""
 
     kind: Literal["download_chunk"] = "download_chunk"
-    more: bool
 
 
 DoctorRequest = Annotated[

@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from swarm_shared.base.atomic_file import PRIVATE_MODE, atomic_file, storage_error, write_atomically
+from swarm_shared.base.atomic_file import (
+    PRIVATE_MODE,
+    atomic_file,
+    make_folder,
+    storage_error,
+    write_atomically,
+)
 from swarm_shared.base.errors import StorageError
 
 
@@ -77,6 +83,13 @@ def test_a_folder_in_the_place_of_the_file_is_refused(tmp_path: Path):
     with pytest.raises(StorageError, match="there is a folder of that name"):
         write_atomically(tmp_path / "file", b"")
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_folder_is_made_with_its_parents_and_one_that_exists_is_left_as_it_is(tmp_path: Path):
+    folder = tmp_path / "a" / "b"
+    for mode in (0o700, 0o500):
+        make_folder(folder, mode)
+        assert mode_of(folder) == 0o700
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ def shell(error: BaseException | None = None) -> click.Group:
         (KeyboardInterrupt(), 130, ""),
         (BaseExceptionGroup("tasks", [KeyboardInterrupt()]), 130, ""),
         (click.BadParameter("seven is needed"), 2, "seven is needed"),
+        (click.ClickException("this file is locked"), 2, "this file is locked"),
     ],
 )
 def test_an_error_is_one_sentence_and_its_exit_code(
@@ -94,14 +95,27 @@ def test_a_reader_that_has_ended_is_no_error_and_is_written_to_no_more(
 def test_the_traceback_of_an_unexpected_error_is_kept(
     error: Exception, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    log = tmp_path / "home" / "log" / "program-error.log"
+
     def folders() -> list[Path]:
-        return [tmp_path / "file" / "log", tmp_path / "log"]
+        return [tmp_path / "file" / "log", log.parent]
 
     (tmp_path / "file").write_text("not a folder")
-    assert run_command_line(shell(error), "program", ["work"], folders) == 1
-    log = tmp_path / "log" / "program-error.log"
-    assert str(log) in capsys.readouterr().err
-    assert "ZeroDivisionError: the bug" in log.read_text()
+    for times in (1, 2):
+        assert run_command_line(shell(error), "program", ["work"], folders) == 1
+        assert str(log) in capsys.readouterr().err
+        assert log.read_text().count("ZeroDivisionError: the bug") == times
+
+
+def test_of_a_long_unexpected_error_the_beginning_is_printed_and_the_whole_is_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = ValueError("of a page:\n" + "x" * 400)
+    assert run_command_line(shell(error), "program", ["work"], lambda: [tmp_path]) == 1
+    beginning = f"of a page: {'x' * 288}…"
+    assert len(beginning) == 300
+    assert f"ValueError: {beginning}; details" in capsys.readouterr().err
+    assert "x" * 400 in (tmp_path / "program-error.log").read_text()
 
 
 def test_a_module_is_imported_when_its_command_is_used() -> None:

@@ -23,7 +23,8 @@ from swarm_shared.base.text import (
     [
         (-5, "0 s"), (0.4, "0 s"), (9.6, "10 s"), (119.4, "119 s"), (120, "2 min"),
         (3599, "59 min"), (3600, "60 min"), (7200, "2:00 h"), (11_100, "3:05 h"),
-        (3 * 86_400, "3 days"), (None, "-"), (math.nan, "-"),
+        (172_799, "47:59 h"), (172_800, "2 days"), (3 * 86_400, "3 days"), (None, "-"),
+        (math.nan, "-"),
     ],
 )  # fmt: skip
 def test_durations(seconds: float | None, text: str) -> None:

@@ -99,5 +99,6 @@ def test_a_teams_name_is_short_printable_and_stays_as_it_is_when_cleaned_again(t
 
 
 def test_the_same_team_typed_otherwise_is_the_same_team() -> None:
-    assert normalised_team("  Les  E\u0301toiles\u202e ") == normalised_team("Les \u00c9toiles")
+    for typed in ("  Les  E\u0301toiles\u202e ", "Les \u00c9toiles"):
+        assert normalised_team(typed) == "Les \u00c9toiles"
     assert normalised_team(None) == normalised_team(" \t") == ""

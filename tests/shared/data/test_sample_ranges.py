@@ -115,6 +115,15 @@ def test_a_token_id_outside_of_the_vocabulary_is_refused(tmp_path: Path) -> None
         ranges.arrays([one.cut(contents) for one in found])
 
 
+def test_the_first_token_id_that_is_refused_is_the_size_of_the_vocabulary() -> None:
+    manifest = manifest_of(model={"vocabulary_size": 256}, data={"token_bytes": 2})
+    ranges = SampleRanges(manifest)
+    inputs_BT, targets_BT = ranges.arrays([np.array([1, 255], "<u2").tobytes()])
+    assert (inputs_BT.tolist(), targets_BT.tolist()) == ([[1]], [[255]])
+    with pytest.raises(DataError, match="holds token id 256"):
+        ranges.arrays([np.array([1, 256], "<u2").tobytes()])
+
+
 @pytest.mark.parametrize(
     "wanted", [LeafId(2, 0), LeafId(0, 1), LeafId(1, 5), LeafId(1, 2**28 - 1)], ids=str
 )
@@ -132,8 +141,14 @@ def test_a_cut_or_missing_file_of_the_organiser_is_one_sentence(tmp_path: Path) 
     shard.write_bytes(shard.read_bytes()[: 4 * merkle.LEAF_BYTES])
     with pytest.raises(DataError, match=r"train-1\.tokens is shorter than the manifest says; rest"):
         files.content(LeafId(1, 4))
-    with pytest.raises(DataError, match=r"train-1\.tokens has 65536 bytes, but its 40000 tokens"):
-        write_missing_trees(tmp_path, manifest.data, print)
+    for read_all in (
+        lambda: write_missing_trees(tmp_path, manifest.data, print),
+        lambda: ShardSamples(tmp_path, manifest),
+    ):
+        with pytest.raises(
+            DataError, match=r"train-1\.tokens has 65536 bytes, but its 40000 tokens"
+        ):
+            read_all()
     shard.unlink()
     with pytest.raises(DataError, match=r"cannot read .*train-1\.tokens \(No such file"):
         files.content(LeafId(1, 0))

@@ -78,6 +78,15 @@ def test_an_epoch_visits_every_sequence_once_then_the_next_begins_in_another_ord
     assert len({tuple(epoch) for epoch in epochs}) == 4
 
 
+def test_a_step_and_an_evaluation_are_all_their_microbatches_in_order(samples: ShardSamples):
+    evaluation = sampled().training.evaluation_microbatches
+    for found, expected in (
+        (samples.of_step(2), [samples.training(2, index) for index in range(3)]),
+        (samples.of_evaluation(), [samples.heldout(index) for index in range(evaluation)]),
+    ):
+        np.testing.assert_array_equal(np.array(found), np.array(expected))
+
+
 def test_targets_are_the_inputs_shifted_by_one(samples: ShardSamples):
     inputs_BT, targets_BT = samples.training(1, 0)
     assert inputs_BT.shape == targets_BT.shape == (2, T)

@@ -115,6 +115,7 @@ def test_a_nul_character_is_refused_by_bytes():
 
 
 def test_a_vocabulary_without_room_for_every_byte_is_refused():
+    assert train_bpe(TEXTS, 257).vocabulary_size == 257
     with pytest.raises(ConfigurationError, match="at least 257"):
         train_bpe(TEXTS, 256)
 

@@ -134,6 +134,8 @@ def test_each_kind_of_damage_gets_its_own_sentence() -> None:
     for damaged, sentence in (
         ("", "There is no invite here"),
         ("https://example.org/" + text, "This is not an invite"),
+        ("swarm-client join " + text, "This is not an invite: it begins with 'swarm-client'"),
+        ("token2" + text[6:], "This is not an invite"),
         ("swarm2" + text[6:], "update swarmtrain"),
         (text[:40], "too short"),
         (text[:-1] + "0", "its [0-9]+.. character '0' cannot occur"),

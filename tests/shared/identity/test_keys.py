@@ -3,6 +3,8 @@ from __future__ import annotations
 import os
 import stat
 import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import base58
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.peer.id import ID
 
-from swarm_shared.base.errors import ConfigurationError, SignatureError
+from swarm_shared.base.errors import ConfigurationError, SignatureError, StorageError
 from swarm_shared.base.types import PeerId
 from swarm_shared.identity.keys import Identity, peer_id_of, public_key_of, verify
 
@@ -110,6 +112,15 @@ def test_the_key_file_is_private_and_read_back(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     assert Identity.load_or_create(path).private_seed == identity.private_seed
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_key_of_which_the_disk_takes_only_a_part_leaves_no_key_file(
+    tmp_path: Path, files_no_larger_than: Callable[[int], AbstractContextManager[None]]
+) -> None:
+    path = tmp_path / "identity.pem"
+    with files_no_larger_than(50), pytest.raises(StorageError, match="cannot be written"):
+        Identity.load_or_create(path)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs POSIX file modes")

@@ -296,6 +296,39 @@ async def test_an_address_that_asks_too_often_is_told_when_to_come_again() -> No
     assert 5 < caught.value.retry_after_seconds <= 10
 
 
+async def test_only_so_many_addresses_are_dialled_at_once_and_others_after_them() -> None:
+    async with server(ProbeLimits(dials=1)) as observer, visitor(observer) as (node, probe):
+        endpoint = Endpoint.parse(node.addresses[0])
+        assert endpoint is not None
+        results = await probe.dial_back([endpoint.multiaddr] * 2)
+        assert sorted(result.reached for result in results) == [False, True]
+        (reason,) = (result.reason for result in results if not result.reached)
+        assert reason == "too many addresses are being dialled at this moment; try again"
+        (later,) = await probe.dial_back([endpoint.multiaddr])
+        assert later.reached
+
+
+async def test_an_address_that_measures_too_often_is_refused_and_answered_otherwise() -> None:
+    limits = ProbeLimits(burst=probe_module.RATE_COST, per_second=0.1)
+    async with server(limits) as observer, visitor(observer) as (_, probe):
+        for measure in (probe.upload_rate, probe.download_rate):
+            with pytest.raises(ProbeBusy, match="measured too often") as caught:
+                await measure()
+            assert 5 < caught.value.retry_after_seconds <= 10
+        assert (await probe.echo()).rtt_seconds > 0
+
+
+@pytest.mark.parametrize("direction", ["upload", "download"])
+async def test_a_visitor_measures_with_its_whole_allowance_and_not_a_byte_more(
+    direction: str,
+) -> None:
+    async with server() as observer, visitor(observer) as (_, probe):
+        transfer = probe._upload if direction == "upload" else probe._download
+        await transfer(MAX_RATE_BYTES)
+        with pytest.raises(LinkClosed):
+            await transfer(1)
+
+
 async def test_only_so_many_measure_at_once_and_the_others_go_on() -> None:
     async with (
         server(ProbeLimits(measuring_sessions=1)) as observer,

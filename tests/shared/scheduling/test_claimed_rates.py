@@ -31,6 +31,10 @@ def test_no_claim_is_believed_beyond_itself_and_one_about_the_median_is_believed
             assert rate == claim.microbatches_per_second
 
 
+def test_where_no_rate_is_known_none_is_believed() -> None:
+    assert believed_rates([ClaimedRate(0.0, 3), ClaimedRate(0.0, 0)]) == [0.0, 0.0]
+
+
 def test_a_peer_that_counts_as_little_as_others_is_believed_four_times_the_median() -> None:
     honest = [ClaimedRate(1.0, 10)] * 10
     assert believed_rates([*honest, ClaimedRate(1e9, 10)])[-1] == MAX_RATE_OVER_MEDIAN

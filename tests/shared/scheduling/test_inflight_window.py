@@ -61,6 +61,16 @@ def test_a_pipeline_that_changes_is_measured_anew() -> None:
     assert window.size(1, 1000) <= 3
 
 
+def test_the_best_of_the_kept_bursts_counts() -> None:
+    window = InFlightWindow()
+    burst = [window.sent(0.0) for _ in range(4)]
+    for sent in burst:
+        window.returned(sent, 1.0)
+    window.returned(window.sent(2.0), 3.0)
+    # Four a second once, and a second for the way each time.
+    assert window.size(1, 1000) == GAIN * 4
+
+
 def test_what_fails_is_not_measured_and_leaves_its_place() -> None:
     window = InFlightWindow()
     window.sent(0.0)

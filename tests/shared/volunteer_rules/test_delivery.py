@@ -288,6 +288,15 @@ def test_a_peer_that_cannot_serve_now_is_asked_again_later_with_the_same_mask(
         sent = again
 
 
+def test_of_several_pauses_the_first_to_end_is_waited_for() -> None:
+    sender = Sender(A, B, credits=1)
+    at_a, at_b = (the_transmit(sender.submit(microbatch)) for microbatch in range(2))
+    sender.refuse(at_a.request, RefusalReason.BUSY)
+    sender.refuse(at_b.request, RefusalReason.WRONG_STEP)
+    assert BUSY_RETRY_SECONDS < STEP_RETRY_SECONDS
+    assert sender.dispatcher.wakes_at() == sender.now + BUSY_RETRY_SECONDS
+
+
 def test_a_full_peer_is_left_to_itself_for_a_while() -> None:
     sender = Sender(A, B)
     sent = the_transmit(sender.submit())
@@ -324,6 +333,16 @@ def test_after_a_failure_the_mask_is_asked_for_and_another_peer_counts_what_is_m
     again = the_transmit(sender.mask(question.query, 0, 2))
     # Stage 0 is upstream of this sender's target: its mask has not to do with it.
     assert again == Transmit(again.request, question.delivery, B, (StageIndex(2),), is_copy=True)
+
+
+def test_a_report_of_a_request_whose_edge_is_lost_is_ignored() -> None:
+    sender = Sender(A, B)
+    sent = the_transmit(sender.submit())
+    sender.dispatcher.edge_lost(A, "the link ended", sender.now)
+    question = the_question(sender.actions())
+    assert sender.answer(sent.request) == []
+    assert sender.fail(sent.request) == []
+    assert the_transmit(sender.mask(question.query, 1)).peer == B
 
 
 def test_a_peer_that_failed_is_banned_and_what_has_no_other_waits_for_the_end_of_the_ban() -> None:

@@ -204,6 +204,15 @@ def test_an_assignment_that_waits_for_the_end_of_others_can_be_replaced() -> Non
     assert started == StartTenure(Load(TenureNumber(3), 3, assignment(2)), replaces_held=True)
 
 
+def test_a_stage_that_waits_and_is_assigned_again_is_started_once_at_the_later_version() -> None:
+    workers = Workers()
+    first = workers.holds(0)
+    workers.assign(1)
+    assert workers.assign(1, 7) == [ForgetSnapshots()]
+    (started,) = workers.end(first)
+    assert started == StartTenure(Load(TenureNumber(2), 3, assignment(1, 7)), replaces_held=True)
+
+
 def test_a_stage_is_prepared_beside_the_held_one_and_takes_its_place() -> None:
     workers = Workers()
     held = workers.holds(0)
@@ -233,9 +242,10 @@ def test_a_prepared_stage_is_dropped_by_the_next_assignment_an_apply_and_a_lost_
 def test_what_is_not_prepared_cannot_be_switched_to() -> None:
     workers = Workers()
     workers.holds(0)
-    workers.assign(1, prepare=True)
-    with pytest.raises(ValueError, match="no stage is prepared"):
-        workers.tenures.switched()
+    for _ in ("nothing beside it", "a stage that is being loaded"):
+        with pytest.raises(ValueError, match="no stage is prepared"):
+            workers.tenures.switched()
+        workers.assign(1, prepare=True)
 
 
 def test_a_stage_that_cannot_be_loaded_is_reported() -> None:
@@ -271,6 +281,7 @@ def test_a_worker_that_dies_while_it_is_ended_is_not_joined_for_again() -> None:
     held = workers.holds(0)
     workers.tenures.drop()
     workers.carry_out()
+    assert not workers.tenures.all_ended, "its worker lives"
     assert workers.die(held) == []
     assert workers.tenures.all_ended
 
@@ -345,8 +356,7 @@ class AnyCourse(RuleBasedStateMachine):
     @invariant()
     def holds(self) -> None:
         workers = self.workers
-        if not workers.ending:
-            assert workers.tenures.all_ended == (not workers.live), "nothing waits for nothing"
+        assert workers.tenures.all_ended == (not workers.live), "nothing waits for nothing"
         if workers.installed is not None:
             assert workers.tenures.loading_stage is None
 

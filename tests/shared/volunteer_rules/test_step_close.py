@@ -103,6 +103,7 @@ def test_an_average_that_is_not_finite_is_reported_and_its_inputs_stay() -> None
     peer.run()
     report = last_report(peer)
     assert (report.ok, report.reset, report.not_finite) == (False, False, True)
+    assert report.reason == "the averaged gradient is not finite"
     assert held_of(peer) == {0}
 
 
@@ -175,6 +176,45 @@ def test_an_attempt_that_is_aborted_before_it_began_is_not_begun() -> None:
     peer.closes(0, attempt=100)
     peer.run()
     assert [r.attempt for r in peer.sent if isinstance(r, RoundReport)] == [100]
+
+
+def test_an_abort_ends_no_order_but_those_of_its_attempt() -> None:
+    peer = peer_with(0)
+    peer.saves()
+    peer.closes(0, attempt=1)
+    peer.saves()
+    peer.closes(0, attempt=2)
+    peer.aborts(attempt=1)
+    peer.run()
+    assert [type(message) for message in peer.sent] == [SnapshotReady, SnapshotReady, RoundReport]
+    assert last_report(peer).attempt == 2
+
+
+def test_an_accumulator_that_is_emptied_after_an_abort_is_not_reported() -> None:
+    peer = peer_with(0)
+    peer.workers[Lane.HELD].finite = False
+    peer.closes(0)
+    peer.step_worker()
+    peer.aborts()
+    peer.run()
+    assert held_of(peer) == set()
+    assert peer.sent == []
+
+
+@pytest.mark.parametrize("failure", ["its sum is not finite", "a member is gone"])
+def test_orders_that_wait_for_an_attempt_are_carried_out_when_it_has_failed(failure: str) -> None:
+    peer = peer_with(0)
+    peer.workers[Lane.HELD].finite = failure != "its sum is not finite"
+    peer.closes(0)
+    peer.saves()
+    peer.step_worker()
+    for number in list(peer.reducing):
+        peer.finish_reduce(number, failure)
+    peer.run()
+    report, snapshot = peer.sent
+    assert isinstance(report, RoundReport)
+    assert not report.ok
+    assert isinstance(snapshot, SnapshotReady)
 
 
 def test_a_removal_that_is_aborted_leaves_no_receipt_without_a_gradient() -> None:
@@ -288,6 +328,15 @@ def test_what_is_averaged_when_the_session_is_lost_can_be_applied_in_the_next_on
     peer.applies()
     peer.run()
     assert isinstance(peer.sent[-1], Applied)
+
+
+def test_an_apply_of_a_lost_session_that_cannot_be_carried_out_does_not_end_the_next_one() -> None:
+    peer = peer_with(0)
+    peer.saves()
+    peer.applies()
+    peer.loses_session()
+    peer.run()
+    assert peer.decided == []
 
 
 def test_an_apply_that_outlives_its_session_is_answered_in_the_next_one() -> None:

@@ -196,6 +196,23 @@ def test_a_decision_says_why_who_gains_what_for_how_much() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("there", "now", "gain", "paid"), [(1, "0.5", "+100.0 %", 20), (0, "0", "from a standstill", 0)]
+)
+def test_the_decision_of_a_move_alone_names_no_other_and_that_its_old_stage_is_served_meanwhile(
+    there: int, now: str, gain: str, paid: int
+) -> None:
+    stages = [stage(0), stage(1, state=2 * 10**9)]
+    peers = [replace(p, download_bytes_per_second=1e8) for p in fleet(2 + there, there, speed=0.5)]
+    (move,) = choose_moves(stages, peers, MovePolicy()).moves
+    rate = "1" if there else "0.5"
+    assert move.sentence("bert") == (
+        f"bert moves from stage 0 to stage 1, which makes {now} microbatches/s: it brings the run "
+        f"from {now} to {rate} ({gain}); it downloads 2 GB in about 20 s, goes on with its old "
+        f"stage meanwhile ({rate} microbatches/s without it), and has paid for that {paid} s later"
+    )
+
+
 # ---------------------------------------------------------------- whatever the fleet
 
 
