@@ -28,11 +28,12 @@ def release_leavers(run: RunState, now: float) -> None:
 def must_wait(run: RunState) -> bool:
     """Whether the next step waits for the checkpoint of a stage whose last peer leaves."""
     pending = run.checkpoints.pending
-    return (
-        pending is not None
-        and pending.version == run.history.version
-        and any(_all_leave(run, peer.stage) for peer in run.peers.leavers.values())
-    )
+    return pending is not None and pending.version == run.history.version and loses_a_stage(run)
+
+
+def loses_a_stage(run: RunState) -> bool:
+    """Whether every holder of one of the stages is leaving."""
+    return any(_all_leave(run, peer.stage) for peer in run.peers.leavers.values())
 
 
 def _all_leave(run: RunState, stage: StageIndex | None) -> bool:
@@ -47,15 +48,14 @@ def _is_needed(run: RunState, peer: PeerState, now: float) -> bool:
     """
     if now - peer.leaving_since > LEAVE_TIMEOUT_SECONDS or not run.peers.has_complete_pipeline():
         return False
-    steps = run.steps.open()
     if any(
         peer.peer in step.closing.members
         or step.table.holds_any(peer.peer)
         or step.leases.driven_by(peer.peer)
-        for step in steps
+        for step in run.steps.open()
     ):
         return True
-    return run.phase is not RunPhase.WAITING and bool(steps) and _all_leave(run, peer.stage)
+    return run.phase is not RunPhase.WAITING and _all_leave(run, peer.stage)
 
 
 def _leaves_nothing_open(run: RunState, stage: StageIndex, now: float) -> bool:

@@ -89,7 +89,7 @@ def attach(run: RunState, event: PeerAttached, now: float) -> None:
         peer.early_receipts = {
             (receipt.step, receipt.microbatch): receipt
             for receipt in event.receipts
-            if receipt.peer == event.peer and receipt.step > run.history.version
+            if receipt.peer == event.peer
         }
     elif held is not None:
         run.hold(peer, held, hello.version)
@@ -135,9 +135,8 @@ def _send_missed_apply(
 ) -> None:
     """Send a returning peer the Apply that it missed."""
     transfer = StageTransfer(
-        stage, now, Version(run.history.version - 1), source_assigned=True, asked_at=now,
-        missed_apply=missed.step,
-    )  # fmt: skip
+        stage, now, source_assigned=True, asked_at=now, missed_apply=missed.step
+    )
     state_transfer.delay_close(run, transfer, now)
     run.peers.begin_transfer(peer, transfer)
     run.send(

@@ -29,16 +29,14 @@ MIN_TIMES_ALONE = 3
 diverged: another sender may have been responsible once."""
 
 
-def replace_state(run: RunState, peer: PeerState, reason: str, now: float) -> bool:
-    """Flag a peer that computes wrongly and sync it anew; False if it is the last of its stage.
+def replace_state(run: RunState, peer: PeerState, reason: str, now: float) -> None:
+    """Flag a peer that computes wrongly, and sync it anew unless it is the last of its stage.
 
     The state of the last one has no replacement: the caller clears what it counted, and it retries.
     """
     run.flag(peer, Rejection.NOT_FINITE, reason)
-    if not run.peers.has_others(peer):
-        return False
-    resync(run, peer, reason, now)
-    return True
+    if run.peers.has_others(peer):
+        resync(run, peer, reason, now)
 
 
 def reported(run: RunState, peer: PeerState, message: NotFinite, now: float) -> None:
@@ -125,7 +123,7 @@ def _sends_what_overflows(
 
 def _exclude_sender(run: RunState, step: StepState, sender: PeerState, now: float) -> None:
     """Flag a peer whose outputs overflow at many others, and let the step go on without it."""
-    if sender.stage is None or sender.peer in run.peers.excluded:
+    if sender.peer in run.peers.excluded:
         return
     if sender.peer in step.blamed and not run.peers.has_others(sender):
         run.statistics.reject(Rejection.NOT_FINITE)

@@ -14,7 +14,7 @@ from swarm_coordinator.core.state.peers import PeerState, StageTransfer
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.state.run import RunState, enter_phase
 from swarm_coordinator.core.state.waiting import stage_names
-from swarm_shared.base.types import StageIndex, Step
+from swarm_shared.base.types import PeerId, StageIndex, Step
 
 REATTACH_GRACE_SECONDS = 10.0
 """Seconds that a stage may be without a peer before the run falls back to a checkpoint. Peers that
@@ -72,10 +72,8 @@ def answer_late_verdict(run: RunState, now: float) -> None:
     run.audits.unverified_since = None
     version = run.history.version
     checkpoint = run.checkpoints.before(since, run.history.recomputed)
-    if since > version:
-        return
     steps = f"the steps since {since} have unverified work of an owner that lost an audit"
-    if checkpoint is None and run.checkpoints.stored is None and not run.history.recomputed:
+    if checkpoint is None and not run.history.recomputed:
         _roll_back(run, steps, now)
     elif checkpoint is not None and checkpoint.version < version:
         run.checkpoints.return_to(checkpoint)
@@ -117,12 +115,12 @@ def _staff(run: RunState, stage: StageIndex, now: float) -> None:
     if any(not p.leaving for p in run.peers.at(stage)):
         return
     needed = run.manifest.stages[stage].memory
-    donors: list[tuple[int, bool, str, PeerState]] = []
+    donors: list[tuple[int, bool, PeerId]] = []
     for other in run.stage_indices:
         peers = [p for p in run.peers.at(other) if not p.leaving and not p.paused]
         holders = [p for p in peers if _holds(run, p)]
         donors.extend(
-            (len(peers), not _holds(run, peer), peer.peer, peer)
+            (len(peers), not _holds(run, peer), peer.peer)
             for peer in (peers if len(peers) > 1 else ())
             # The last copy of a stage's state is not given up for another stage.
             if holders != [peer]
@@ -130,8 +128,8 @@ def _staff(run: RunState, stage: StageIndex, now: float) -> None:
             and peer.profile.memory.holds(needed)
         )
     if donors:
-        peer = max(donors, key=lambda donor: donor[:3])[-1]
-        membership.reassign(run, peer, stage, "no peer holds this stage any more", now)
+        *_, donor = max(donors)
+        membership.reassign(run, run.peers[donor], stage, "no peer holds this stage any more", now)
 
 
 def _holds(run: RunState, peer: PeerState) -> bool:

@@ -315,10 +315,9 @@ def _attempt_failed(
     accused = run.peers.get(message.culprit) if message.culprit in failed.members else None
     parties = _charge_failure(run, peer, accused, since, until, now)
     if message.not_finite and message.reset:
-        own = "the sum of its gradients was not finite"
-        if not_finite.replace_state(run, peer, own, now):
-            return
-    elif message.not_finite:
+        not_finite.replace_state(run, peer, "the sum of its gradients was not finite", now)
+        return
+    if message.not_finite:
         run.flag(peer, Rejection.NOT_FINITE, "its averaged gradient was not finite")
     if not excused:
         exclusions.count_failure(run, step, parties, now, at_once=accused is peer)

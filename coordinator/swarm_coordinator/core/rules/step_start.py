@@ -13,7 +13,7 @@ from swarm_coordinator.core.rules.stage_recovery import REATTACH_GRACE_SECONDS
 from swarm_coordinator.core.state.peers import PeerState
 from swarm_coordinator.core.state.run import RunState
 from swarm_coordinator.core.state.waiting import paused_reason, stage_names
-from swarm_shared.base.types import StageIndex
+from swarm_shared.base.types import PeerId, StageIndex
 
 
 def unmet_requirement(run: RunState, now: float) -> str:
@@ -78,14 +78,14 @@ def balance_stages(run: RunState, now: float) -> None:
 def _surplus_peer(run: RunState, stage: StageIndex, wanted: int) -> PeerState | None:
     """A peer that can be spared, from the stage with the most of them."""
     needed = run.manifest.stages[stage].memory
-    spare: list[tuple[int, str, PeerState]] = []
+    spare: list[tuple[int, PeerId]] = []
     for other in run.stage_indices:
         staying = [p for p in run.peers.working(other) if not p.leaving]
         spare.extend(
-            (len(staying), peer.peer, peer)
+            (len(staying), peer.peer)
             for peer in staying
             if len(staying) > wanted
             and peer.profile.wanted_stage is None
             and peer.profile.memory.holds(needed)
         )
-    return max(spare, key=lambda entry: entry[:2])[2] if spare else None
+    return run.peers[max(spare)[1]] if spare else None

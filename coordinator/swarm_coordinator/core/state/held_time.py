@@ -226,7 +226,7 @@ def restored_held_time(records: Iterable[HeldAccountRecord], now: float) -> Held
             record.account: HeldAccount(
                 Leaking(now + record.leaks_for_seconds),
                 disputes={other: Leaking(now + seconds) for other, seconds in record.disputes},
-                disputed=Leaking(now + sum(seconds for _, seconds in record.disputes)),
+                disputed=Leaking(now + _disputed_leaks_for_seconds(record)),
                 refused_until=now + record.refused_for_seconds,
                 refused_because=record.refused_because,
                 ends_with_self_test=record.ends_with_self_test,
@@ -234,6 +234,12 @@ def restored_held_time(records: Iterable[HeldAccountRecord], now: float) -> Held
             for record in records
         }
     )
+
+
+def _disputed_leaks_for_seconds(record: HeldAccountRecord) -> float:
+    """Seconds until what was charged for disputes is forgotten, at most: not all was charged."""
+    named = sum(seconds for _, seconds in record.disputes)
+    return min(named, MAX_DISPUTED_WITH_ALL_SECONDS * LEAK_SECONDS)
 
 
 def _remember(table: dict[PeerId, float], other: PeerId, now: float) -> None:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from kits.swarm_world.event_bench import Bench
-from swarm_coordinator.core.events import CheckpointFailed, CloseSession, Command
+from swarm_coordinator.core.events import (
+    CheckpointFailed,
+    CloseSession,
+    Command,
+    ReceiptsVerified,
+)
 from swarm_coordinator.core.state.phases import RunPhase
-from swarm_shared.base.types import PeerId, StageIndex, Version
+from swarm_shared.base.types import PeerId, StageIndex, Step, Version
 from swarm_shared.protocol import (
     AssignStage,
     Goodbye,
@@ -79,6 +84,37 @@ def test_the_last_peer_of_a_stage_keeps_working_and_leaves_a_checkpoint_behind()
     assert bench.sent("a1", Goodbye, commands)
     commands = bench.request("c1", 1, wanted_stage=1)
     assert bench.sent("c1", AssignStage, commands)[0].item == "checkpoint/2/1"
+
+
+def test_the_last_peer_of_a_stage_leaves_between_steps_although_the_next_one_has_begun() -> None:
+    """Under staleness; it has counted nothing of the next step."""
+    bench = Bench.trained(1, names=("a0", "a1"), staleness=1)
+    bench.event_tick()
+    leave(bench, "a1")
+    for step in bench.run.steps.open():
+        for microbatch, lease in list(step.leases.items()):
+            if lease.trainer == "a1":
+                bench.resolve("a1", microbatch, lease.lease, step=step.step, ok=False)
+    commands = bench.one_step()
+    assert bench.run.steps.ahead is not None
+    assert bench.savers(commands) == ["a0", "a1"]
+    assert bench.sent("a1", Goodbye, bench.checkpoint())
+
+
+def test_no_step_begins_ahead_that_would_keep_the_last_peer_of_a_stage() -> None:
+    """It counts in every step that is in progress, and would never hold nothing of one."""
+    bench = Bench.trained(1, names=("a0", "a1"), staleness=1)
+    bench.event_tick()
+    assert bench.run.steps.ahead is not None
+    leave(bench, "a1")
+    ahead = tuple(bench.receipt("a1", microbatch, step=Step(3)) for microbatch in range(2))
+    bench.event(ReceiptsVerified(bench.session("a1"), PeerId("a1"), ahead))
+    bench.one_step()
+    bench.event_tick()
+    assert bench.run.steps.ahead is None
+    bench.resolve_all()
+    assert bench.savers(bench.one_step()) == ["a0", "a1"]
+    assert bench.sent("a1", Goodbye, bench.checkpoint())
 
 
 def test_when_both_peers_of_a_stage_leave_they_leave_a_checkpoint_behind() -> None:

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kits.swarm_world.event_bench import Bench, joined
+from swarm_coordinator.core.events import Note
 from swarm_coordinator.core.rules import held_up
 from swarm_coordinator.core.state.held_time import (
     HELD_BUDGET_SECONDS,
@@ -215,6 +216,14 @@ def test_a_refusal_outlasts_sessions_and_ends_after_an_hour() -> None:
     assert not bench.sent(LIAR, Welcome, commands)
     bench.tick(REFUSED_FOR_SECONDS)
     assert bench.sent(LIAR, Welcome, bench.attach(LIAR))
+
+
+def test_that_a_peer_is_not_waited_for_any_more_is_noted_once() -> None:
+    bench = collecting()
+    spend(bench, LIAR, HELD_BUDGET_SECONDS + 20.0)
+    bench.event_tick()
+    notes = [note for note in bench.commands(Note, bench.log) if "not waited for" in note.text]
+    assert [note.peer for note in notes] == [LIAR]
 
 
 def test_the_devices_of_one_owner_have_one_budget() -> None:
@@ -459,6 +468,25 @@ def test_two_that_name_each_other_cannot_do_so_anew_after_a_restart() -> None:
     assert held(bench, "a0") <= MAX_DISPUTED_SECONDS
 
 
+def test_accusations_of_many_cost_as_much_after_a_restart_as_without_one() -> None:
+    """Their bound holds across it, and returns as slowly."""
+    before = HeldTime()
+    account = before.change(PeerId("a0"), 0.0)
+
+    def accused(account: HeldAccount, first: int, at: float) -> float:
+        for number in range(first, first + 20):
+            account.dispute(PeerId(f"liar{number}"), at, at + 30.0, at + 30.0)
+            at += 50.0
+        return account.held.at(at)
+
+    assert accused(account, 0, 0.0) > 80.0
+    restarted = restored_held_time(before.take_changed(1000.0), 1000.0).account(PeerId("a0"))
+    for first, at in ((20, 1000.0), (40, 4000.0)):
+        expected = accused(account, first, at)
+        assert accused(restarted, first, at) == pytest.approx(expected, abs=2.0)
+        assert expected > 80.0
+
+
 # ---------------------------------------------------------------- self-tests
 
 
@@ -479,6 +507,7 @@ def test_a_passed_self_test_ends_the_refusal_of_a_peer_and_its_owner_once() -> N
     assert (refused.self_test, refused.retry_seconds) == (True, 3600.0)
     bench.attach("d0", owner=PeerId("owner"), self_tested=True)
     assert bench.sent("d0", Welcome)
+    assert any("its machine has passed a self-test" in note.text for note in bench.commands(Note))
     bench.tick(0.25)
     bench.restart()
     bench.attach("d0", owner=PeerId("owner"))

@@ -138,6 +138,7 @@ def test_a_machine_that_is_too_small_for_a_stage_is_refused(chosen: int | None) 
     assert refused.code == "capacity"
     assert "offers" in refused.reason
     assert [c.peer for c in bench.commands(CloseSession)] == ["small"]
+    assert any(note.text.endswith(refused.reason) for note in bench.commands(Note))
     assert not bench.run.peers
 
 
@@ -488,18 +489,33 @@ def test_a_peer_that_missed_the_apply_receives_it_when_it_returns() -> None:
     assert bench.sent("a0", Welcome)[0].keep
     [apply] = bench.sent("a0", Apply)
     assert (apply.step, apply.attempt, apply.global_norm, apply.learning_rate) == (3, 7, 3.0, 0.1)
+    assert any("still has to apply step 3" in note.text for note in bench.commands(Note, commands))
     bench.attach("a1", stage=1, version=3)
     assert bench.run.phase is RunPhase.WAITING
     bench.send("a0", Applied(step=Step(3), digest="d", norm=1.0))
     assert bench.run.phase is RunPhase.COLLECT
 
 
+def test_a_peer_that_has_yet_to_apply_the_last_step_is_waited_for_and_downloads_nothing() -> None:
+    bench = Bench.restarted(3, attempt=7, checkpoint=3)
+    for peer, stage in (("b0", 0), ("a1", 1)):
+        bench.attach(peer, stage=stage, version=3)
+    bench.attach("a0", stage=0, version=2, averaged_attempt=7)
+    bench.fill()
+    bench.tick(1.0)
+    assert bench.closing() == ["a1"]
+    bench.send("a0", Applied(step=Step(3), digest="d", norm=1.0))
+    bench.tick(1.0)
+    assert bench.closing() == ["a0", "b0", "a1"]
+    assert not bench.sent("a0", AssignStage, bench.log)
+
+
 def test_receipts_of_a_peer_that_missed_the_apply_count_although_the_step_began_without_it() -> (
     None
 ):
     bench = Bench.restarted(3, attempt=7, staleness=1)
-    ahead = bench.receipt("a0", 1, stage=0)
-    bench.attach("a0", (ahead,), stage=0, version=2, averaged_attempt=7)
+    ahead, stolen = bench.receipt("a0", 1, stage=0), bench.receipt("b0", 0, stage=0)
+    bench.attach("a0", (ahead, stolen), stage=0, version=2, averaged_attempt=7)
     for peer, stage in (("b0", 0), ("a1", 1)):
         bench.attach(peer, stage=stage, version=3)
     assert bench.run.phase is RunPhase.COLLECT

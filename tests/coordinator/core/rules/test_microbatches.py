@@ -173,6 +173,15 @@ def test_what_an_excluded_peer_has_reported_counts_again_when_it_is_readmitted()
     assert (6, 0) not in bench.step().table
 
 
+def test_each_further_peer_that_counts_a_cell_has_done_its_work_twice() -> None:
+    bench = joined("a0", "b0", "c0", "a1")
+    for peer in ("a0", "b0", "b0", "a0", "c0"):
+        bench.report(peer, 0)
+    assert bench.step().table[0, 0].peer == "a0"
+    work = bench.run.statistics.work
+    assert (work.counted, work.duplicated) == (1, 2)
+
+
 def test_absurd_losses_that_add_up_to_infinity_do_not_end_the_coordinator() -> None:
     bench = Bench(stages=1, microbatches=4)
     bench.join("a0", 0)
@@ -345,6 +354,24 @@ def test_a_mask_waits_out_one_reporting_interval_and_knows_what_came_in_meanwhil
     bench.report("b1", 1)
     [mask] = bench.sent("a0", Mask, bench.tick(0.2))
     assert (mask.request, mask.accumulate) == (5, (0,))
+
+
+def test_a_mask_is_answered_once_and_when_it_is_due() -> None:
+    bench = collecting()
+    ask(bench, "a0", 1)
+    bench.now += 1.2 * bench.manifest.limits.receipt_interval_seconds
+    assert len(bench.sent("a0", Mask, bench.event_tick())) == 1
+    assert not bench.sent("a0", Mask, bench.event_tick())
+
+
+def test_a_mask_of_the_following_step_is_answered_while_this_one_closes() -> None:
+    bench = joined("a0", "a1", staleness=1)
+    bench.fill()
+    bench.event(_reported(bench, "a1", bench.receipt("a1", 1, step=Step(2))))
+    assert bench.run.phase is RunPhase.CLOSING
+    ask(bench, "a0", 1, step=2)
+    [mask] = bench.sent("a0", Mask, bench.tick(1.0))
+    assert mask.accumulate == (0,)
 
 
 def test_a_mask_for_a_step_that_is_over_is_empty() -> None:

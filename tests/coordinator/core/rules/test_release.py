@@ -6,6 +6,7 @@ import pytest
 
 from kits.swarm_world.event_bench import Bench, joined
 from swarm_coordinator.core.rules.release import Release, release
+from swarm_coordinator.core.rules.roster import MAX_CHANGES_AT_ONCE
 from swarm_coordinator.core.state.peers import PeerPhase
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_shared.base.types import MicrobatchIndex, PeerId, Step
@@ -75,6 +76,18 @@ def test_the_last_peer_of_a_stage_leaves_it_to_those_that_are_excluded(ends: Rel
     released(bench, ends)
     assert [peer.peer for peer in bench.run.peers.ready(0)] == ["a0"]
     assert not bench.step().failure_counts
+
+
+def test_a_readmitted_peer_is_in_the_roster_at_once_although_the_other_one_flickers() -> None:
+    """What changes again and again is published later, and would leave the stage without a peer."""
+    bench = Bench.trained(1)
+    release(bench.run, bench.peer("a0"), Release.STEP, bench.now)
+    for _ in range(MAX_CHANGES_AT_ONCE):
+        bench.pause("b0")
+        bench.resume("b0")
+    assert not bench.sent("a1", Roster, bench.pause("b0")), "its changes wait"
+    (roster,) = bench.sent("a1", Roster, bench.lose("b0"))
+    assert [record.peer for record in roster.peers if record.stage == 0] == ["a0"]
 
 
 def test_a_peer_that_leaves_without_a_stage_is_no_reason_for_a_roster() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import statistics
+from dataclasses import replace
 from itertools import chain
 
 import pytest
@@ -63,7 +64,8 @@ def test_a_rate_that_has_changed_is_in_the_next_roster_and_in_the_stages_rates()
 def test_a_peer_is_expected_to_compute_at_its_next_stage_as_at_the_last_one() -> None:
     """Without a measurement it would count as the mean of its stage."""
     bench = training()
-    stages = bench.run.rebalancing.stages
+    first, second = bench.run.rebalancing.stages
+    stages = bench.run.rebalancing.stages = (first, replace(second, work_flops=4.0))
     b0 = bench.peer("b0")
     bench.send("b0", Heartbeat(microbatches_per_second=3.0))
     bench.run.hold(b0, StageIndex(1), b0.version)

@@ -7,8 +7,9 @@ from typing import Any
 
 from kits.swarm_world.event_bench import Bench, joined
 from swarm_coordinator.core.events import Note
-from swarm_coordinator.core.state.peers import PeerPhase
+from swarm_coordinator.core.state.peers import PeerPhase, StageTransfer
 from swarm_coordinator.core.state.phases import RunPhase
+from swarm_coordinator.core.state.utilisation import Rejection
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step, Version
 from swarm_shared.protocol import AbortRound, AssignStage, NotFinite, Ready
 
@@ -24,6 +25,11 @@ def phase(bench: Bench, peer: str) -> PeerPhase:
 def marked(bench: Bench) -> dict[str, Any]:
     peers = bench.status().peers
     return {p.peer: (p.flagged_times, p.flagged_reason) for p in peers if p.flagged_times}
+
+
+def rejected(bench: Bench) -> int:
+    """Results that were not finite, as the metrics count them."""
+    return bench.status().figures.rejected[Rejection.NOT_FINITE]
 
 
 def applied_by_all(bench: Bench, **digests: str) -> None:
@@ -71,6 +77,8 @@ def test_a_model_that_has_diverged_is_said_to_have_and_costs_one_sync_at_most_pe
     say_not_finite(bench, "c0", 1)
     assert phase(bench, "c0") is PeerPhase.READY
     assert set(marked(bench)) == {"b0"}
+    say_not_finite(bench, "a0", 1)
+    assert rejected(bench) == 4
     assert sum("cannot be computed" in n.text for n in bench.commands(Note, bench.log)) == 1
 
 
@@ -109,6 +117,7 @@ def test_the_only_peer_of_a_stage_is_flagged_once_and_the_third_time_the_model_i
     say_not_finite(bench, "a1", sender="c0")
     assert "at its only peer; training has diverged, or that peer" in bench.status().diverged
     assert marked(bench) == {"a1": (1, "what it computed was not finite")}
+    assert rejected(bench) == 3
 
 
 def test_a_microbatch_that_is_finite_nowhere_is_leased_at_most_twice_a_minute_in_the_end() -> None:
@@ -177,6 +186,38 @@ def test_a_sender_whose_outputs_overflow_at_many_is_the_one_that_is_excluded() -
     say_not_finite(bench, "d1", 5, "b0")
     assert phase(bench, "d1") is PeerPhase.READY
     assert "d1" not in marked(bench)
+    assert marked(bench)["b0"][0] == 1, "it is flagged once for one exclusion"
+
+
+def test_a_sender_that_was_synced_anew_in_this_step_is_excluded_as_well() -> None:
+    bench = overflowing()
+    say_not_finite(bench, "b0", 9)
+    bench.ready("b0")
+    for microbatch, receiver in enumerate(("a1", "b1", "c1")):
+        say_not_finite(bench, receiver, microbatch, "b0")
+    assert bench.run.peers.excluded == {"b0"}
+    assert marked(bench)["b0"][0] == 2
+
+
+def test_a_sender_that_has_attached_anew_without_its_stage_is_flagged_all_the_same() -> None:
+    bench = overflowing("a1", "b1")
+    bench.attach("b0")
+    for _ in range(2):
+        say_not_finite(bench, "c1", 2, "b0")
+    assert marked(bench)["b0"] == (1, "what others computed from its outputs was not finite")
+    assert phase(bench, "c1") is PeerPhase.READY
+
+
+def test_a_sender_whose_stage_averages_already_is_flagged_and_its_average_stands() -> None:
+    bench = overflowing("a1", "b1")
+    bench.report("c0", *range(16))
+    bench.tick(1.0)
+    members = set(bench.closing())
+    assert members == {"a0", "b0", "c0"}
+    say_not_finite(bench, "c1", 2, "b0")
+    assert marked(bench)["b0"][0] == 1
+    assert set(bench.closing()) == members
+    assert not bench.run.peers.excluded
 
 
 def test_senders_that_overflow_are_remembered_across_steps() -> None:
@@ -292,6 +333,25 @@ def test_one_that_was_alone_in_its_stage_has_agreed_with_no_other_device() -> No
         bench.ready(peer)
     applied_by_all(bench, a0="of another kind")
     assert phase(bench, "a0") is PeerPhase.READY
+    assert marked(bench) == {}
+
+
+def test_parameters_of_a_peer_that_changed_stage_are_compared_with_those_of_its_new_stage() -> None:
+    bench = joined("a0", "b0", "c0", "a1", "b1")
+    applied_by_all(bench)
+    moves = StageTransfer(StageIndex(1), bench.now)
+    bench.run.peers.begin_transfer(bench.peer("c0"), moves)
+    bench.event_tick()
+    for holder in ("a1", "b1"):
+        bench.save(holder)
+    bench.ready("c0")
+    bench.fill()
+    bench.average_all()
+    for peer in bench.closing():
+        stage = bench.peer(peer).stage
+        bench.apply(peer, digest=f"of stage {stage}", norm=1.0 + (stage or 0))
+    assert bench.peer("c0").stage == 1
+    assert phase(bench, "c0") is PeerPhase.READY
     assert marked(bench) == {}
 
 

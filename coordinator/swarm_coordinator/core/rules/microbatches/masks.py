@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from swarm_coordinator.core.rules.microbatches import cells
 from swarm_coordinator.core.state.peers import PeerState
-from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.state.run import RunState
 from swarm_coordinator.core.state.steps import PendingMask
 from swarm_shared.protocol import Mask, MaskRequest
@@ -30,7 +29,5 @@ def answer_masks(run: RunState, now: float) -> None:
     run.steps.masks = [mask for mask in run.steps.masks if mask.due_at > now]
     for mask in due:
         step = run.steps.numbered(mask.step)
-        leased = run.phase in (RunPhase.COLLECT, RunPhase.EVALUATING)
-        counts = step is not None and (step is run.steps.ahead or leased)
-        accumulate = cells.missing_stages(run, step, mask.microbatch) if step and counts else ()
+        accumulate = () if step is None else cells.missing_stages(run, step, mask.microbatch)
         run.send(mask.peer, Mask(request=mask.request, accumulate=accumulate))
