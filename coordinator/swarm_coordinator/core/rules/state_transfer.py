@@ -404,9 +404,7 @@ def drop_move(run: RunState, peer: PeerState, reason: str) -> None:
 def drop_failed_moves(run: RunState, peers: Iterable[PeerId]) -> None:
     """Cancel the moves of members of a failed attempt, which may have caused the failure."""
     for peer_id in peers:
-        peer = run.peers.get(peer_id)
-        if peer is not None and peer.moving is not None:
-            drop_move(run, peer, "an attempt to close the step with it failed")
+        drop_move(run, run.peers[peer_id], "an attempt to close the step with it failed")
 
 
 def _note_download(run: RunState, peer: PeerState, transfer: StageTransfer, now: float) -> None:
