@@ -281,15 +281,14 @@ def _asked_holders(run: RunState, snapshot_set: StageSnapshots) -> list[PeerStat
 
 
 def snapshot_ready(run: RunState, peer: PeerState, message: SnapshotReady, now: float) -> None:
-    """Record a holder's snapshot as a source."""
+    """Record a holder's snapshot, from which `find_sources` takes the source of a download."""
     snapshot_set = run.checkpoints.snapshots.get(message.stage)
     if (
         snapshot_set is not None
         and snapshot_set.version == run.history.version
         and peer.stage == message.stage
-        and snapshots.announced(run, snapshot_set, peer, message, now)
     ):
-        find_sources(run, now)
+        snapshots.announced(run, snapshot_set, peer, message, now)
 
 
 def _has_wrong_fingerprint(run: RunState, message: Ready) -> bool:
