@@ -314,8 +314,6 @@ def _reject_download(run: RunState, peer: PeerState, transfer: StageTransfer, no
         run.flag(end, Rejection.OTHER_PARAMETERS, reason)
         if snapshot_set is not None:
             snapshots.failed(snapshot_set, end)
-    if snapshot_set is not None and not snapshot_set.asked:
-        del run.checkpoints.snapshots[transfer.stage]
     _retry_later(run, peer, transfer, now)
 
 
@@ -365,11 +363,7 @@ def sync_failed(run: RunState, peer: PeerState, message: SyncFailed, now: float)
 def version_changed(run: RunState, now: float) -> None:
     """Restart every download of the previous version, at the start of the new version's step."""
     for peer, transfer in chain(list(run.peers.syncing.items()), list(run.peers.movers.items())):
-        if (
-            transfer.source_assigned
-            and transfer.missed_apply is None
-            and transfer.version != run.history.version
-        ):
+        if transfer.source_assigned and transfer.missed_apply is None:
             _start_over(run, run.peers[peer], transfer, now)
 
 
