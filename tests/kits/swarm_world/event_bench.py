@@ -13,7 +13,7 @@ from kits.swarm_world.facts import COORDINATOR, TOKENS, Options, manifest_of, tr
 from kits.swarm_world.world import SimStore
 from swarm_coordinator.core import events
 from swarm_coordinator.core.rules.microbatches import cells
-from swarm_coordinator.core.state.peers import PeerState
+from swarm_coordinator.core.state.peers import PeerState, StageTransfer
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.state.steps import StepState
 from swarm_coordinator.core.transition import begin, transition
@@ -167,6 +167,16 @@ class Bench:
         """Attach a new peer that wants `stage`, and let it hold the stage once it has a source."""
         self.request(peer, stage, wanted_stage=stage, **hello)
         self.ready(peer)
+
+    def prepare_move(self, peer: str, stage: int, partner: str | None = None) -> None:
+        """The peer has the state of its next stage, beside the one that it serves."""
+        state = self.peer(peer)
+        transfer = StageTransfer(
+            StageIndex(stage), self.now, partner=None if partner is None else PeerId(partner)
+        )
+        self.run.peers.begin_transfer(state, transfer)
+        self.run.peers.assign_source(state, transfer, self.now)
+        transfer.ready = True
 
     def ready(self, peer: str) -> Commands:
         state = self.peer(peer)

@@ -67,11 +67,10 @@ def request(run: RunState, now: float) -> bool:
     pending = run.checkpoints.pending
     if pending is not None and pending.version == run.history.version:
         return True
-    failed, failures = run.checkpoints.failed, run.checkpoints.failures_of(run.history.version)
-    if failed is not None and failures and now < failed.retry_at:
+    failed = run.checkpoints.failed
+    if failed is not None and failed.version == run.history.version and now < failed.retry_at:
         return True
-    # After a failure the next holders are asked: the failure may be due to the holders.
-    holders = {stage: _holders(run, stage, failures) for stage in run.stage_indices}
+    holders = {stage: _holders(run, stage) for stage in run.stage_indices}
     if not all(holders.values()):
         return False
     version = run.history.version
@@ -81,26 +80,53 @@ def request(run: RunState, now: float) -> bool:
     return True
 
 
-def _holders(run: RunState, stage: StageIndex, failures: int) -> list[PeerState]:
+def _holders(run: RunState, stage: StageIndex) -> list[PeerState]:
     ready = sorted(
         run.peers.ready(stage), key=lambda p: (p.leaving, p.paused, p.rates.queued, p.peer)
     )
+    # After a failure the next holders are asked: the failure may be due to the holders.
+    failures = run.checkpoints.failures_of(run.history.version)
     start = failures % len(ready) if ready else 0
     ordered = snapshots.voters_first(run, ready[start:] + ready[:start])
     return ordered[: snapshots.SNAPSHOT_HOLDERS]
 
 
 def snapshot_ready(run: RunState, peer: PeerState, message: SnapshotReady, now: float) -> None:
-    """Record a holder's snapshot; have the shell fetch the stage's once it is known which."""
+    """Record a holder's snapshot; `check` has the shell fetch the one that counts."""
     pending = run.checkpoints.pending
     snapshot_set = pending.stages.get(message.stage) if pending is not None else None
     if (
         pending is not None
         and snapshot_set is not None
         and peer.stage == message.stage
-        and snapshots.announced(run, snapshot_set, peer, message, now)
+        and not snapshots.announced(run, snapshot_set, peer, message, now)
     ):
-        _fetch_when_chosen(run, pending, snapshot_set, now)
+        reason = f"a snapshot of stage {message.stage} does not have the size of its state"
+        _remove_holder(run, pending, snapshot_set, peer, reason, now)
+
+
+def snapshot_failed(run: RunState, peer: PeerState, message: SnapshotFailed, now: float) -> None:
+    """Handle a holder's message that it has no snapshot."""
+    pending = run.checkpoints.pending
+    snapshot_set = pending.stages.get(message.stage) if pending is not None else None
+    if (
+        pending is not None
+        and snapshot_set is not None
+        and snapshots.is_answer(snapshot_set, peer, message.version)
+    ):
+        _remove_holder(run, pending, snapshot_set, peer, message.reason, now)
+
+
+def _remove_holder(
+    run: RunState, pending: PendingCheckpoint, snapshot_set: StageSnapshots, peer: PeerState,
+    reason: str, now: float,
+) -> None:  # fmt: skip
+    """Remove a holder without a snapshot; if no holder is left, the checkpoint has failed."""
+    if snapshot_set.stage in pending.fetched:
+        return
+    snapshots.failed(snapshot_set, peer)
+    if not snapshot_set.asked:
+        store_failed(run, pending.version, reason, now)
 
 
 def _fetch_when_chosen(
@@ -141,22 +167,6 @@ def _resync_others(
             membership.resync(run, peer, reason, now)
 
 
-def snapshot_failed(run: RunState, peer: PeerState, message: SnapshotFailed, now: float) -> None:
-    """Handle a holder's message that it has no snapshot; if no holder is left, the checkpoint has
-    failed."""
-    pending = run.checkpoints.pending
-    snapshot_set = pending.stages.get(message.stage) if pending is not None else None
-    if pending is None or snapshot_set is None or message.version != pending.version:
-        return
-    if snapshot_set.asked.get(peer.peer) != peer.session or snapshot_set.stage in pending.fetched:
-        return
-    snapshots.failed(snapshot_set, peer)
-    if snapshot_set.asked:
-        _fetch_when_chosen(run, pending, snapshot_set, now)
-    else:
-        store_failed(run, pending.version, message.reason, now)
-
-
 def store_done(run: RunState, event: CheckpointStored, now: float) -> None:
     """Record a stored checkpoint, if it is the one requested last.
 
@@ -189,7 +199,8 @@ def store_failed(run: RunState, version: Version, reason: str, now: float) -> No
 
 
 def check(run: RunState, now: float) -> None:
-    """Replace holders that were lost before any answered, and give up after the timeout."""
+    """Have the shell fetch what is known by now, replace holders that were lost before any
+    answered, and give up after the timeout."""
     pending = run.checkpoints.pending
     if pending is None:
         return
@@ -202,7 +213,7 @@ def check(run: RunState, now: float) -> None:
         _fetch_when_chosen(run, pending, snapshot_set, now)
         if stage in pending.fetched or snapshots.outstanding(run, snapshot_set):
             continue
-        holders = _holders(run, stage, 0) if pending.version == run.history.version else []
+        holders = _holders(run, stage) if pending.version == run.history.version else []
         if not holders:
             reason = f"every holder of stage {stage} that was asked is gone"
             store_failed(run, pending.version, reason, now)

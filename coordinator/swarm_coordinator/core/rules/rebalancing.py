@@ -213,9 +213,15 @@ def _begin(run: RunState, move: Move, now: float) -> None:
 
 
 def abandon_stale_moves(run: RunState, now: float) -> None:
-    """Cancel moves that can no longer happen, or no longer should."""
+    """Cancel moves that can no longer happen, or no longer should.
+
+    A move for which the members average already ends with their round.
+    """
     for peer_id, moving in list(run.peers.movers.items()):
         peer = run.peers[peer_id]
+        round_ = run.steps.round_of(peer.stage)
+        if round_ is not None and peer_id in round_.switching:
+            continue
         if peer.leaving:
             state_transfer.drop_move(run, peer, "it leaves")
         elif peer_id in run.peers.excluded:
@@ -287,7 +293,7 @@ def move_between_steps(run: RunState, now: float) -> None:
     """Move the peers without memory for two stages, which have counted nothing at this point."""
     for peer_id, moving in list(run.peers.movers.items()):
         peer = run.peers[peer_id]
-        if not moving.release_first or not run.peers.holds_current(peer):
+        if not moving.release_first:
             continue
         if not _can_be_spared(run, peer, ()):
             state_transfer.drop_move(run, peer, f"stage {peer.stage} needs it")

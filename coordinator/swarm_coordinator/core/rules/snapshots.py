@@ -48,12 +48,20 @@ def request(
     return snapshots
 
 
+def is_answer(snapshots: StageSnapshots, peer: PeerState, version: Version) -> bool:
+    """Whether a peer's message about a snapshot of this version answers the request."""
+    return version == snapshots.version and snapshots.asked.get(peer.peer) == peer.session
+
+
 def announced(
     run: RunState, snapshots: StageSnapshots, peer: PeerState, message: SnapshotReady, now: float
 ) -> bool:
-    """Record a holder's announcement of its file; False if it does not answer the request."""
-    if message.version != snapshots.version or snapshots.asked.get(peer.peer) != peer.session:
-        return False
+    """Record a holder's announcement of its file, if it answers the request.
+
+    A holder whose file does not have the size of the state is flagged; then the result is False.
+    """
+    if not is_answer(snapshots, peer, message.version):
+        return True
     load = run.rebalancing.stages[snapshots.stage]
     state_bytes = load.state_bytes - load.frozen_bytes
     if not is_size_of_state_file(message.bytes, state_bytes):
@@ -62,7 +70,6 @@ def announced(
             f"has {state_bytes}"
         )
         run.flag(peer, Rejection.OTHER_PARAMETERS, reason)
-        failed(snapshots, peer)
         return False
     snapshots.ready[peer.peer] = SnapshotFile(message.item, message.bytes, message.sha256)
     snapshots.first_at = min(snapshots.first_at, now)
@@ -70,7 +77,7 @@ def announced(
 
 
 def failed(snapshots: StageSnapshots, peer: PeerState) -> None:
-    """Remove a holder that announces that it has no such snapshot."""
+    """Remove a holder that has no such snapshot, or a wrong one."""
     snapshots.asked.pop(peer.peer, None)
     snapshots.ready.pop(peer.peer, None)
 

@@ -281,15 +281,14 @@ def _asked_holders(run: RunState, snapshot_set: StageSnapshots) -> list[PeerStat
 
 
 def snapshot_ready(run: RunState, peer: PeerState, message: SnapshotReady, now: float) -> None:
-    """Record a holder's snapshot as a source."""
+    """Record a holder's snapshot, from which `find_sources` takes the source of a download."""
     snapshot_set = run.checkpoints.snapshots.get(message.stage)
     if (
         snapshot_set is not None
         and snapshot_set.version == run.history.version
         and peer.stage == message.stage
-        and snapshots.announced(run, snapshot_set, peer, message, now)
     ):
-        find_sources(run, now)
+        snapshots.announced(run, snapshot_set, peer, message, now)
 
 
 def _has_wrong_fingerprint(run: RunState, message: Ready) -> bool:
@@ -315,8 +314,6 @@ def _reject_download(run: RunState, peer: PeerState, transfer: StageTransfer, no
         run.flag(end, Rejection.OTHER_PARAMETERS, reason)
         if snapshot_set is not None:
             snapshots.failed(snapshot_set, end)
-    if snapshot_set is not None and not snapshot_set.asked:
-        del run.checkpoints.snapshots[transfer.stage]
     _retry_later(run, peer, transfer, now)
 
 
@@ -366,11 +363,7 @@ def sync_failed(run: RunState, peer: PeerState, message: SyncFailed, now: float)
 def version_changed(run: RunState, now: float) -> None:
     """Restart every download of the previous version, at the start of the new version's step."""
     for peer, transfer in chain(list(run.peers.syncing.items()), list(run.peers.movers.items())):
-        if (
-            transfer.source_assigned
-            and transfer.missed_apply is None
-            and transfer.version != run.history.version
-        ):
+        if transfer.source_assigned and transfer.missed_apply is None:
             _start_over(run, run.peers[peer], transfer, now)
 
 
@@ -404,9 +397,7 @@ def drop_move(run: RunState, peer: PeerState, reason: str) -> None:
 def drop_failed_moves(run: RunState, peers: Iterable[PeerId]) -> None:
     """Cancel the moves of members of a failed attempt, which may have caused the failure."""
     for peer_id in peers:
-        peer = run.peers.get(peer_id)
-        if peer is not None and peer.moving is not None:
-            drop_move(run, peer, "an attempt to close the step with it failed")
+        drop_move(run, run.peers[peer_id], "an attempt to close the step with it failed")
 
 
 def _note_download(run: RunState, peer: PeerState, transfer: StageTransfer, now: float) -> None:

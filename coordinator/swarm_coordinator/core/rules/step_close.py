@@ -272,7 +272,6 @@ def _cannot_apply(run: RunState, peer: PeerState, message: RoundReport, now: flo
     reason = f"it could not apply step {message.step}"
     run.flag(peer, Rejection.NOT_APPLIED, f"{reason}: {message.reason}")
     membership.resync(run, peer, reason, now)
-    advance_close(run, now)
 
 
 def _clear_unaccumulated(
@@ -388,8 +387,8 @@ def _check_agreement(run: RunState, step: StepState, round_: Round, now: float) 
     split = [
         stage for stage, own_norms in agreed.items() if own_norms and not own_norms.has_majority
     ]
-    if split and not step.disagreements:
-        step.disagreements += 1
+    if split and not step.has_disagreed:
+        step.has_disagreed = True
         reason = f"replicas of stage {split[0]} averaged to different gradients"
         round_membership.abort(run, round_, reason, now)
         return
@@ -477,13 +476,13 @@ def _applied_step(run: RunState, step: StepState, norm: float, now: float) -> Ap
 def applied(run: RunState, peer: PeerState, message: Applied, now: float) -> None:
     """Handle a member's confirmation that it has applied a step."""
     transfer, step, version = peer.transfer, run.steps.current, Version(message.step)
-    late = transfer is not None and transfer.missed_apply == message.step
-    if transfer is not None:
-        transfer.missed_apply = None
+    late = transfer if transfer is not None and transfer.missed_apply == message.step else None
+    if late is not None:
+        late.missed_apply = None
     if version != run.history.version:
-        if late and transfer is not None:
+        if late is not None:
             # It has caught up with a step that is not the last one.
-            run.peers.lose_source(peer, transfer)
+            run.peers.lose_source(peer, late)
         return
     if step is not None and run.phase is RunPhase.APPLYING and peer.peer in step.closing.members:
         run.peers.set_version(peer, version)
@@ -491,11 +490,11 @@ def applied(run: RunState, peer: PeerState, message: Applied, now: float) -> Non
             time_limits.charge_late_apply(run, step, peer, now)
         step.closing.record_applied(peer.peer, (message.digest, message.norm), now)
         _finish_when_applied(run, step, now)
-    elif late and transfer is not None and not run.history.may_be(transfer.stage, message.digest):
+    elif late is not None and not run.history.may_be(late.stage, message.digest):
         membership.resync(run, peer, _OTHER_STATE, now)
-    elif late and transfer is not None:
+    elif late is not None:
         # It missed the Apply while the coordinator was unavailable.
-        run.hold(peer, transfer.stage, version)
+        run.hold(peer, late.stage, version)
         run.peers.claim(peer, message.digest)
         cells.commit_early_receipts(run, peer, now)
         run.history.members.add(peer.peer)

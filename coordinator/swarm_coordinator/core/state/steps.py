@@ -76,8 +76,9 @@ class StepState:
     )
     carrier_failures: int = 0
     """Attempts of this step that failed through a carrier and were attributed to no peer."""
-    disagreements: int = 0
-    """Attempts of this step that failed because a stage's members averaged to different norms."""
+    has_disagreed: bool = False
+    """Whether an attempt of this step failed because a stage's members averaged to different
+    norms."""
     table: StepTable = field(default_factory=StepTable)
     leases: LeaseBook = field(default_factory=LeaseBook)
     tried: dict[MicrobatchIndex, set[PeerId]] = field(default_factory=dict)

@@ -10,20 +10,23 @@ import pytest
 
 from kits.memory import offers
 from kits.swarm_world.event_bench import Bench, joined
-from swarm_coordinator.core.events import Tick
+from swarm_coordinator.core.events import Note, ReceiptsVerified, StateDigest, Tick
 from swarm_coordinator.core.rules import membership
 from swarm_coordinator.core.rules.rebalancing import rebalancing_of
+from swarm_coordinator.core.rules.state_transfer import MAX_CLOSE_DELAYS
 from swarm_coordinator.core.state.moves import RebalancingRule, RebalancingSettings
 from swarm_coordinator.core.state.phases import RunPhase
-from swarm_shared.base.types import StageIndex, Version
+from swarm_shared.base.types import PeerId, StageIndex, Step, Version
 from swarm_shared.protocol import (
     AssignStage,
     Heartbeat,
+    Leaving,
     Ready,
     SaveSnapshot,
+    SyncFailed,
 )
 from swarm_shared.scheduling.claimed_rates import MAX_RATE_OVER_MEDIAN
-from swarm_shared.scheduling.placement import MovePolicy
+from swarm_shared.scheduling.placement import MoveDecision, MovePolicy
 
 PERIOD = 60.0
 SHA = "a" * 64
@@ -187,6 +190,96 @@ def test_a_close_that_fails_leaves_the_mover_where_it_is() -> None:
     assert told(bench)["dropped"] == 1
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_move_for_which_the_members_average_ends_with_their_round(fails: bool) -> None:
+    """Also when the mover wants to leave meanwhile: the others have its next stage's group."""
+    bench = lopsided()
+    mover = decided(bench)
+    fetch_beside(bench, mover)
+    bench.send(mover, Ready(stage=StageIndex(1), version=Version(1), digest="d"))
+    bench.fill()
+    bench.send(mover, Leaving())
+    if fails:
+        bench.failed(mover)
+    else:
+        bench.average_all()
+        bench.apply_all()
+    made = {"made": 0, "dropped": 1} if fails else {"made": 1, "dropped": 0}
+    assert made.items() <= told(bench).items()
+
+
+def test_a_move_whose_state_is_not_there_is_given_up_also_while_its_stage_averages() -> None:
+    bench = lopsided()
+    mover = decided(bench)
+    bench.fill()
+    assert bench.run.phase is RunPhase.CLOSING
+    bench.send(mover, Leaving())
+    assert bench.peer(mover).moving is None
+
+
+def test_a_mover_that_its_stage_has_come_to_need_stays() -> None:
+    bench = lopsided()
+    mover = decided(bench)
+    fetch_beside(bench, mover)
+    bench.send(mover, Ready(stage=StageIndex(1), version=Version(1), digest="d"))
+    bench.pause(*(set("abc") - {mover}))
+    bench.fill()
+    assert bench.close_of(mover).moving == ()
+    assert bench.peer(mover).moving is None
+    assert told(bench)["dropped"] == 1
+
+
+def test_a_move_whose_downloads_keep_failing_is_given_up() -> None:
+    bench = lopsided()
+    mover = decided(bench)
+    failed = SyncFailed(stage=StageIndex(1), version=Version(1), reason="the connection broke")
+    for _ in range(MAX_CLOSE_DELAYS):
+        assert bench.sent(mover, AssignStage, bench.save("d"))
+        bench.send(mover, failed)
+        assert bench.sent("d", SaveSnapshot, bench.tick(1.5))
+    bench.save("d")
+    commands = bench.send(mover, failed)
+    assert not bench.run.peers.movers
+    notes = [note.text for note in bench.commands(Note, commands)]
+    assert (
+        f"{mover} (…{mover}) does not move to stage 1: its downloads take longer than a step"
+        in notes
+    )
+    assert [row.peers for row in bench.run.peers.stage_rows()] == [3, 1]
+
+
+def test_the_last_holders_of_two_stages_exchange_them_in_one_close() -> None:
+    bench = joined("a0", "a1")
+    bench.prepare_move("a0", 1, partner="a1")
+    bench.prepare_move("a1", 0, partner="a0")
+    bench.fill()
+    commands = bench.average_all()
+    assert [bench.peer(peer).stage for peer in ("a0", "a1")] == [1, 0]
+    notes = [note.text for note in bench.commands(Note, commands)]
+    assert notes == [
+        "a0 (…a0) switches from stage 0 to stage 1", "a1 (…a1) switches from stage 1 to stage 0",
+    ]  # fmt: skip
+    bench.apply("a0", digest="of stage 1")
+    bench.apply("a1", digest="of stage 0")
+    assert bench.run.history.digests() == (
+        StateDigest(StageIndex(0), "of stage 0"), StateDigest(StageIndex(1), "of stage 1"),
+    )  # fmt: skip
+
+
+def test_what_a_mover_has_counted_ahead_at_its_old_stage_is_counted_anew() -> None:
+    bench = joined("a0", "b0", "c0", "a1", staleness=1)
+    bench.prepare_move("c0", 1)
+    ahead = bench.receipt("c0", 1, step=Step(2))
+    bench.event(ReceiptsVerified(bench.session("c0"), PeerId("c0"), (ahead,)))
+    assert bench.run.steps.ahead is not None
+    assert set(bench.run.steps.ahead.table) == {(1, 0)}
+    bench.fill()
+    bench.average_all()
+    bench.apply_all()
+    assert (bench.peer("c0").stage, bench.step().step) == (1, 2)
+    assert not bench.step().table
+
+
 def test_a_peer_without_room_for_both_gives_the_old_one_up_between_two_steps() -> None:
     bench = lopsided(memory_bytes=150)
     mover = decided(bench)
@@ -212,6 +305,23 @@ def test_a_loss_is_looked_at_at_once_and_each_stage_still_rests_for_its_period()
     assert not bench.run.peers.movers, "although four are at stage 0, and one at stage 1"
     bench.tick(PERIOD)
     assert len(bench.run.peers.movers) == 1
+
+
+def test_a_loss_brings_one_decision_forward_by_which_the_lost_together_are_known() -> None:
+    bench = lopsided()
+    decided_at: list[float] = []
+
+    def choose(*_: object) -> MoveDecision:
+        decided_at.append(bench.now)
+        return MoveDecision((), "nothing to gain")
+
+    settings = replace(bench.run.rebalancing.settings, choose=choose)
+    bench.run.rebalancing.settings = settings
+    bench.tick(PERIOD / 2)
+    bench.lose("c")
+    lost_at = bench.now
+    bench.tick(PERIOD / 2)
+    assert [at - lost_at for at in decided_at] == [settings.loss_reaction_seconds]
 
 
 def test_a_run_in_balance_gives_the_reason_for_no_move() -> None:

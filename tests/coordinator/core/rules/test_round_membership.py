@@ -8,7 +8,7 @@ import pytest
 
 from kits.swarm_world.event_bench import Bench, joined
 from swarm_coordinator.core.events import AppliedStep, Command, Restored
-from swarm_coordinator.core.state.peers import PeerPhase, StageTransfer
+from swarm_coordinator.core.state.peers import PeerPhase
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step, Version
 from swarm_shared.protocol import (
@@ -194,6 +194,31 @@ def test_one_that_comes_back_without_its_average_is_synced_after_the_step(
     assert bench.peer("b0").phase is PeerPhase.SYNCING
 
 
+def test_a_peer_that_had_no_part_in_an_average_cannot_apply_it_with_the_others() -> None:
+    bench = closing()
+    attempt = bench.attempt_of("a0")
+    bench.attach("c0", stage=0, version=0, averaged_attempt=attempt)
+    assert bench.closing() == list(ALL)
+    bench.average_all()
+    bench.apply_all()
+    assert bench.peer("c0").phase is PeerPhase.SYNCING
+
+
+def test_a_member_that_returns_during_the_apply_is_checked_when_the_holders_have_reported() -> None:
+    """It missed the Apply; until the others have reported, the digest of its state is not known."""
+    bench = closing()
+    bench.average_all()
+    attempt = bench.attempt_of("b0")
+    bench.lose("b0")
+    assert bench.sent("b0", Apply, bench.attach("b0", stage=0, version=0, averaged_attempt=attempt))
+    bench.apply("b0", digest="another")
+    assert bench.peer("b0").phase is PeerPhase.READY
+    bench.apply_all()
+    assert bench.run.phase is RunPhase.COLLECT
+    assert bench.peer("b0").phase is PeerPhase.SYNCING
+    assert list(bench.run.statistics.flags) == ["b0"]
+
+
 def test_a_peer_that_joins_a_stage_that_has_averaged_takes_part_in_the_next_step() -> None:
     bench = closing(limits={"join_hold_seconds": 60.0})
     stage_0_alone_again(bench)
@@ -304,18 +329,10 @@ def test_the_tied_ends_wait_for_each_other_before_a_death_costs_nothing() -> Non
     assert told(bench, AbortRound, commands) == {"a0", "a1", "b1"}
 
 
-def moving(bench: Bench, peer: str, stage: int) -> None:
-    """Give a peer its next stage's state."""
-    state, way = bench.peer(peer), StageTransfer(StageIndex(stage), bench.now)
-    bench.run.peers.begin_transfer(state, way)
-    bench.run.peers.assign_source(state, way, bench.now)
-    way.ready = True
-
-
 def switching() -> Bench:
     """c0 switches to stage 1 in this close; stage 2 is not involved."""
     bench = joined("a0", "b0", "c0", "a1", "b1", "a2", "b2", stages=3)
-    moving(bench, "c0", 1)
+    bench.prepare_move("c0", 1)
     bench.fill()
     assert bench.run.phase is RunPhase.CLOSING
     assert bench.close_of("c0").moving
@@ -360,11 +377,19 @@ def test_a_stage_without_its_own_members_is_not_applied_by_members_that_switch_t
     assert told(bench, AbortRound, commands) == {"a0", "b0", "c0"}
 
 
+def test_an_audit_ends_the_averages_that_contain_what_it_finds_wrong_and_no_move() -> None:
+    bench = switching()
+    bench.run.audits.retracted.add((MicrobatchIndex(0), StageIndex(1)))
+    commands = bench.event_tick()
+    assert told(bench, AbortRound, commands) == {"a0", "b0", "c0", "a1", "b1"}
+    assert bench.peer("c0").moving is not None, "it is not to blame"
+
+
 def test_a_mover_waits_for_the_next_step_when_its_next_stage_has_averaged() -> None:
     bench = closing(*ALL, "c0")
     averaged(bench, "a1", "b1")
     bench.failed("a0")
-    moving(bench, "c0", 1)
+    bench.prepare_move("c0", 1)
     commands = bench.tick(2.0)
     assert bench.sent("c0", Close, commands)[0].moving == ()
     averaged(bench, "a0", "b0", "c0")

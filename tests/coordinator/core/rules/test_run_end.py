@@ -18,6 +18,7 @@ from swarm_coordinator.core.events import (
     Command,
     EvaluationRecord,
     FetchSnapshot,
+    Note,
     Persist,
     ReceiptsVerified,
     Restored,
@@ -85,6 +86,13 @@ def test_a_checkpoint_that_fails_lets_training_go_on(word: str) -> None:
     assert bench.savers(bench.one_step()), "the next one is tried as usual"
 
 
+def test_a_failed_checkpoint_does_not_delay_the_next_one() -> None:
+    bench = Bench.trained(2, checkpoint_steps=2)
+    bench.event(CheckpointFailed(Version(2), "the disk is full"))
+    bench.one_step()
+    assert bench.savers(bench.one_step()) == ["a0", "a1", "b0", "b1"]
+
+
 def no_space(version: int) -> SnapshotFailed:
     return SnapshotFailed(version=Version(version), stage=StageIndex(0), reason="the disk is full")
 
@@ -121,6 +129,35 @@ def test_a_silent_holder_delays_a_checkpoint_for_the_time_of_an_answer_only() ->
     assert bench.commands(FetchSnapshot, bench.tick(limit))
 
 
+@pytest.mark.parametrize("other", ["version", "stage", "session"])
+def test_a_failure_in_answer_to_another_request_takes_no_file_from_a_checkpoint(other: str) -> None:
+    bench = Bench.trained(2, names=("a0", "b0", "a1"), checkpoint_steps=2)
+    bench.save("a0")
+    if other == "session":
+        bench.attach("a0", stage=0, version=2)
+    version, stage = Version(1 if other == "version" else 2), StageIndex(7 * (other == "stage"))
+    bench.send("a0", SnapshotFailed(version=version, stage=stage, reason="the disk is full"))
+    [fetch] = bench.commands(FetchSnapshot, bench.send("b0", no_space(2)))
+    assert [h.peer for h in fetch.holders] == ["a0"]
+
+
+def test_a_holder_without_room_for_another_snapshot_does_not_end_the_fetch_of_its_first() -> None:
+    bench = Bench.trained(2, names=("a0", "a1"), checkpoint_steps=2)
+    bench.save("a0")
+    bench.send("a0", no_space(2))
+    bench.save("a1")
+    bench.stored(2)
+    assert bench.records(CheckpointRecord) == [Bench.checkpoint_of(2, 2)]
+
+
+def test_a_holder_is_not_asked_for_a_version_that_it_no_longer_has() -> None:
+    bench = Bench.trained(2, names=("a0", "b0", "a1"), checkpoint_steps=2)
+    bench.one_step()
+    bench.lose("a0")
+    assert not bench.savers(bench.attach("b0", stage=0, version=3))
+    assert bench.run.checkpoints.pending is None
+
+
 def three_holders() -> Bench:
     names = ("a0", "b0", "c0", "a1")
     return Bench.trained(2, names=names, checkpoint_steps=2)
@@ -143,6 +180,27 @@ def test_one_holder_of_three_that_was_like_the_others_puts_no_other_state_into_t
     assert bench.peer("b0").phase is PeerPhase.READY
 
 
+@pytest.mark.parametrize("since", ["has attached again", "holds another stage"])
+def test_a_holder_is_not_synced_anew_for_a_file_that_it_saved_before_it(since: str) -> None:
+    bench = three_holders()
+    bench.save("a0", "b" * 64)
+    if since == "has attached again":
+        bench.attach("a0", stage=0, version=2)
+        bench.tick(1.0)
+    else:
+        bench.prepare_move("a0", 1)
+    bench.one_step()
+    saved = SnapshotReady(
+        version=2, stage=0, item="item-0", bytes=bench.state_bytes(0), sha256=SHA
+    )  # fmt: skip
+    bench.send("b0", saved)
+    [fetch] = bench.commands(FetchSnapshot, bench.send("c0", saved))
+    assert (fetch.sha256, [h.peer for h in fetch.holders]) == (SHA, ["b0", "c0"])
+    assert bench.peer("a0").stage == (0 if since == "has attached again" else 1)
+    assert bench.peer("a0").phase is PeerPhase.READY
+    assert not bench.run.statistics.flags
+
+
 def test_of_two_that_differ_the_one_that_was_there_first_is_the_source() -> None:
     bench = Bench(checkpoint_steps=2)
     bench.sessions["b0"] = 9
@@ -161,6 +219,8 @@ def test_a_snapshot_that_is_not_as_large_as_the_stage_is_no_source(surplus: int)
     saved = SnapshotReady(version=2, stage=0, item="item-0", bytes=size, sha256=SHA)
     assert not bench.commands(FetchSnapshot, bench.send("a0", saved))
     assert list(bench.run.statistics.flags) == ["a0"]
+    assert not bench.savers(), "its next one would be as wrong"
+    assert bench.run.checkpoints.pending is None
 
 
 def test_a_checkpoint_whose_holder_died_with_the_only_copy_is_given_up() -> None:
@@ -177,7 +237,8 @@ def test_a_checkpoint_of_an_abandoned_history_is_never_recorded() -> None:
     bench.join("c1", 1)
     bench.tick(11.0)
     assert bench.roll_backs() == [0]
-    bench.stored(2)
+    [note] = bench.commands(Note, bench.stored(2))
+    assert note.text == "a checkpoint of step 2 was stored too late and is not used"
     assert not bench.records(CheckpointRecord)
     assert bench.run.checkpoints.stored is None
 
@@ -366,6 +427,17 @@ def test_a_stop_waits_for_a_bounded_time() -> None:
     bench.event(StopRequested())
     assert not bench.commands(ShutDown, bench.tick(29.0))
     assert bench.commands(ShutDown, bench.tick(2.0))
+
+
+def test_a_stop_waits_for_the_next_try_of_a_checkpoint_that_failed() -> None:
+    bench = Bench.trained(1)
+    bench.event(StopRequested())
+    bench.event(CheckpointFailed(Version(1), "the disk is full"))
+    assert not bench.commands(ShutDown, bench.tick(4.0))
+    assert bench.savers(bench.tick(2.0)) == ["a0", "a1", "b0", "b1"]
+    commands = bench.checkpoint()
+    assert bench.records(CheckpointRecord, commands) == [Bench.checkpoint_of(2, 1)]
+    assert isinstance(commands[-1], ShutDown)
 
 
 def test_a_second_stop_changes_nothing() -> None:

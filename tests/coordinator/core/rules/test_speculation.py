@@ -86,6 +86,17 @@ def test_an_answer_that_is_not_of_the_second_lease_leaves_it_in_flight(wrong: st
     assert bench.step().leases[3] == first
 
 
+def test_what_still_lags_when_its_second_lease_has_failed_is_given_to_another_trainer_again() -> (
+    None
+):
+    bench = mostly_done()
+    bench.tick(7.0)
+    first, second = bench.step().leases[3], bench.step().speculative_leases[3]
+    bench.resolve(second.trainer, 3, second.lease, ok=False, reason="nobody answers")
+    assert bench.step().leases[3] == first
+    assert granted(bench, bench.tick(1.0)) == {first.trainer: [], second.trainer: [3]}
+
+
 def test_the_first_receipt_counts_and_the_other_is_not_committed() -> None:
     bench = mostly_done()
     bench.join("b0", 0)

@@ -19,6 +19,7 @@ from swarm_shared.protocol import (
     Mask,
     MaskRequest,
     Ready,
+    Roster,
     RoundReport,
     SaveSnapshot,
     SyncFailed,
@@ -185,6 +186,20 @@ def test_a_restart_keeps_track_of_the_abandoned_history() -> None:
     assert bench.sent("a0", Welcome)[0].keep
 
 
+def test_a_peer_that_applies_the_step_that_it_missed_is_of_the_history_and_in_the_roster() -> None:
+    last = Bench.applied_step(3, attempt=7)
+    bench = Bench(
+        Restored(2, Version(3), last, None, False, None, True, frozenset({PeerId("a0")}))
+    )  # fmt: skip
+    bench.attach("a0", stage=0, version=3)
+    bench.attach("b0", stage=1, version=2, averaged_attempt=7)
+    commands = bench.send("b0", Applied(step=Step(3), digest="d", norm=1.0))
+    [roster] = bench.sent("a0", Roster, commands)
+    assert [record.peer for record in roster.peers] == ["a0", "b0"]
+    bench.attach("b0", stage=1, version=3)
+    assert bench.sent("b0", Welcome)[0].keep
+
+
 def test_a_stage_without_a_holder_gets_a_peer_from_the_stage_that_can_spare_one() -> None:
     bench = Bench(checkpoint_steps=100)
     for name in ("x", "y", "z"):
@@ -344,6 +359,25 @@ def test_a_peer_that_never_applies_a_missed_step_does_not_keep_a_stage_from_reco
     assert (assigned.stage, assigned.version) == (1, 4)
     bench.ready("b1")
     assert not bench.run.peers.unheld()
+
+
+def test_a_peer_that_applies_a_missed_step_late_downloads_the_step_since_when_it_has() -> None:
+    bench = Bench.restarted(3, checkpoint=2, checkpoint_steps=1)
+    bench.attach("a0", stage=0, version=3)
+    bench.attach("a1", stage=1, version=3)
+    bench.attach("b1", stage=1, version=2, averaged_attempt=7)
+    bench.checkpoint()
+    bench.fill()
+    bench.tick(bench.manifest.limits.join_hold_seconds)
+    bench.average_all()
+    bench.apply_all()
+    bench.checkpoint()
+    assert not bench.sent("b1", AssignStage, bench.log)
+    bench.send("b1", Applied(step=Step(3), digest="d", norm=1.0))
+    [assigned] = bench.sent("b1", AssignStage, bench.event_tick())
+    assert (assigned.stage, assigned.version) == (1, 4)
+    bench.ready("b1")
+    assert bench.peer("b1").phase is PeerPhase.READY
 
 
 def test_a_run_that_waits_for_a_lost_stage_reports_it() -> None:

@@ -263,6 +263,14 @@ def test_no_peer_can_report_another_peer_s_microbatch_as_missing() -> None:
     assert len(bench.step().table) == 4
 
 
+def test_what_is_not_counted_changes_nothing_when_it_is_reported_as_missing() -> None:
+    bench = closing()
+    bench.failed("b1", missing=(1, 7))
+    assert set(bench.step().table) == {(0, 0), (1, 0), (0, 1)}
+    bench.failed("b1", missing=(1,))
+    assert set(bench.step().table) == {(0, 0), (1, 0), (0, 1)}
+
+
 def test_a_member_that_emptied_its_accumulator_holds_nothing_any_more() -> None:
     bench = closing()
     bench.failed("b1", reset=True)
@@ -275,6 +283,31 @@ def test_a_second_member_s_report_of_the_same_failed_attempt_counts_as_well() ->
     assert bench.run.phase is RunPhase.COLLECT
     bench.failed("b1", reset=True)
     assert {cell for cell in bench.step().table if cell[1] == 1} == set()
+
+
+@pytest.mark.parametrize("hearsay", [{"aborted_by": "a0"}, {"carrier_failed": True}], ids=str)
+def test_after_an_attempt_only_what_members_have_seen_themselves_counts(
+    hearsay: dict[str, Any],
+) -> None:
+    bench = joined("a0", "b0", "c0", "d0", "e0", "f0", stages=1)
+    bench.fill()
+    bench.failed("a0", culprit="f0")
+    for member in ("b0", "c0", "d0"):
+        bench.failed(member, culprit="f0", **hearsay)
+    assert not bench.run.peers.excluded
+    bench.failed("b0", culprit="f0")
+    bench.failed("c0", culprit="f0")
+    assert bench.run.peers.excluded == {"f0"}
+
+
+def test_a_member_that_names_itself_after_an_attempt_is_not_at_odds_with_its_owner() -> None:
+    bench = joined("a0", "a1", "b1", "c1")
+    bench.join("b0", 0, owner=PeerId("owner"))
+    bench.fill()
+    bench.failed("a0")
+    bench.failed("b0", culprit="b0")
+    bench.request("c0", 0, owner=PeerId("owner"))
+    assert bench.peer("c0").stage == 0
 
 
 def test_a_report_of_an_earlier_attempt_is_ignored() -> None:
@@ -403,6 +436,15 @@ def test_a_member_that_dies_after_the_decision_does_not_hold_up_the_others(when:
     assert bench.step().step == 2
 
 
+def test_the_last_member_that_is_waited_for_ends_the_step_also_if_it_cannot_apply_it() -> None:
+    bench = closing()
+    bench.average_all()
+    bench.apply_all(but="b0")
+    bench.failed("b0")
+    assert bench.step().step == 2
+    assert bench.peer("b0").phase is PeerPhase.SYNCING
+
+
 def test_of_two_that_fail_twice_the_newer_one_is_excluded_and_synced_after_the_step() -> None:
     bench = stage_1_has_averaged(closing())
     for _ in range(2):
@@ -526,6 +568,20 @@ def test_a_confirmation_of_another_step_ends_no_apply(other: int) -> None:
     assert bench.step().closing.applied == {}
     bench.apply_all()
     assert bench.run.phase is RunPhase.COLLECT
+
+
+@pytest.mark.parametrize("digest", ["d", "another"])
+def test_a_peer_that_confirms_a_step_that_it_was_not_to_apply_holds_nothing(digest: str) -> None:
+    bench = Bench.trained(1)
+    bench.request("c0", 0, wanted_stage=0)
+    bench.save("a0")
+    assert bench.sent("c0", AssignStage, bench.save("b0"))
+    for peer in ("c0", "a0"):
+        assert bench.apply(peer, digest) == []
+    assert bench.peer("c0").phase is PeerPhase.SYNCING
+    assert bench.peer("a0").phase is PeerPhase.READY
+    bench.ready("c0")
+    assert bench.peer("c0").phase is PeerPhase.READY
 
 
 # ---- fingerprints

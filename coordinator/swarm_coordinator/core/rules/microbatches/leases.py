@@ -102,9 +102,7 @@ def _not_finite_pause(run: RunState, step: StepState, microbatch: MicrobatchInde
     if not step.not_finite:
         return 0.0
     reported = (step.not_finite.get((microbatch, stage)) for stage in run.stage_indices)
-    times = max((cell.times for cell in reported if cell is not None), default=0)
-    if times <= NOT_FINITE_RETRIES:
-        return 0.0
+    times = sum(cell.times for cell in reported if cell is not None)
     pause = LEASE_RETRY_SECONDS * 2.0 ** min(times - NOT_FINITE_RETRIES, 10)
     return min(MAX_NOT_FINITE_RETRY_SECONDS, pause)
 
