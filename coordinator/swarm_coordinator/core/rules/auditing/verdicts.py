@@ -186,15 +186,7 @@ def answered(run: RunState, peer: PeerState, event: AuditAnswered, now: float) -
                     del step.audits.open[audit.key]
                 else:
                     _record(run, step, audit, order, event, now)
-                _ask_free_auditors(run, step, now)
                 return
-
-
-def _ask_free_auditors(run: RunState, step: StepState, now: float) -> None:
-    """Go on with audits that wait for an auditor with fewer audits in hand."""
-    for key, audit in list(step.audits.open.items()):
-        if auditors.can_go_on(run, step, audit) and audit is step.audits.open.get(key):
-            _proceed(run, step, audit, now)
 
 
 def _current(step: StepState, audit: OpenAudit) -> bool:
