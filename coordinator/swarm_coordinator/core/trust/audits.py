@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from swarm_coordinator.core.events import VerdictRecord
 from swarm_coordinator.core.trust.arithmetic_classes import ArithmeticClasses, Machine
+from swarm_coordinator.core.trust.chains import Boundary
 from swarm_coordinator.core.trust.majority import Decision, Statement, ValueT, decide
 from swarm_coordinator.core.trust.samples import TrainingTokens
 from swarm_coordinator.core.trust.standing import Standings
@@ -179,9 +180,9 @@ class StepAudits:
     """The audits of one step in progress."""
 
     open: dict[CountedCell, OpenAudit] = field(default_factory=dict)
-    broken: dict[MicrobatchIndex, tuple[StageIndex, StageIndex]] = field(default_factory=dict)
-    """Microbatches whose transcripts do not fit, each with the two stages at the boundary; an entry
-    ends with the audits of both sides."""
+    broken: dict[MicrobatchIndex, set[Boundary]] = field(default_factory=dict)
+    """Microbatches whose transcripts do not fit, each with the boundaries at which they do not; one
+    is removed when the audits of both of its sides have ended."""
     dropping: set[CountedCell] = field(default_factory=set)
     """Cells that were cleared while their peers live, until the peers have dropped them. Receipts
     of such cells do not count meanwhile."""
@@ -197,7 +198,8 @@ class StepAudits:
 
     def stages(self) -> set[StageIndex]:
         """The stages in which a cell may still be cleared or dropped."""
-        doubted = {stage for pair in self.broken.values() for stage in pair}
+        boundaries = (boundary for broken in self.broken.values() for boundary in broken)
+        doubted = {stage for boundary in boundaries for stage in boundary}
         return doubted | {stage for cells in (self.open, self.dropping) for _, stage, _ in cells}
 
     def in_hand(self, peer: PeerId) -> int:

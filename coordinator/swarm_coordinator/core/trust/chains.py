@@ -10,6 +10,9 @@ from __future__ import annotations
 from swarm_shared.base.transcript import Transcript
 from swarm_shared.base.types import StageIndex
 
+Boundary = tuple[StageIndex, StageIndex]
+"""Two neighbouring stages."""
+
 
 def fits(earlier: Transcript, later: Transcript) -> bool:
     """Whether the transcripts of two neighbouring stages agree on their boundary."""
@@ -23,11 +26,12 @@ def complete(transcript: Transcript, *, first: bool, last: bool) -> bool:
 
 def breaks_at(
     stage: StageIndex, own: Transcript, before: Transcript | None, behind: Transcript | None
-) -> tuple[StageIndex, StageIndex] | None:
-    """The boundary at which a stage's transcript does not fit a neighbour's, `before` or `behind`
-    it; None if it fits both. A neighbour that is not known fits."""
+) -> tuple[Boundary, ...]:
+    """The boundaries at which a stage's transcript does not fit a neighbour's, `before` or `behind`
+    it. A neighbour that is not known fits."""
+    broken: list[Boundary] = []
     if before is not None and not fits(before, own):
-        return StageIndex(stage - 1), stage
+        broken.append((StageIndex(stage - 1), stage))
     if behind is not None and not fits(own, behind):
-        return stage, StageIndex(stage + 1)
-    return None
+        broken.append((stage, StageIndex(stage + 1)))
+    return tuple(broken)

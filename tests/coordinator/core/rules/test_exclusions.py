@@ -192,6 +192,15 @@ def test_of_two_that_fail_together_in_a_second_step_the_lesser_one_rests_elsewhe
     assert bench.peer("f0").stage == 1
 
 
+def test_of_two_the_other_one_sits_out_if_the_one_that_most_name_is_the_last_of_its_stage() -> None:
+    bench = joined("a0", "b0", "f0", "a1", "b1", stages=2, tied=True)
+    for peer in ("a0", "b0"):
+        held_up.record_at_odds(bench.run, bench.peer("f0"), bench.peer(peer), bench.now)
+        exclusions.exclude(bench.run, bench.step(), PeerId(peer), bench.now)
+    assert excluded_after(bench, "a1", "f0") == {"a0", "b0"}
+    assert excluded_after(bench, "a1", "f0") == {"a0", "b0", "a1"}
+
+
 def test_a_stage_whose_last_holder_leaves_is_taken_also_by_a_peer_at_odds_with_it() -> None:
     bench = joined("a0", "b0", "a1", stages=2)
     bench.attach("f0")

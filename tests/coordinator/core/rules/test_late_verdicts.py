@@ -118,6 +118,31 @@ def test_the_run_returns_to_the_checkpoint_before_the_first_unverified_step() ->
     assert bench.run.history.version == 4
 
 
+def test_of_two_owners_that_lose_at_once_the_earlier_unverified_step_decides() -> None:
+    lots = Lots()
+    bench = joined(
+        *NAMES, "e0", audits=AuditBook(ROLLS_BACK, lots), checkpoint_steps=1, keep=3, steps=1000
+    )
+    liars = ("b0", "c0")
+    for worker in ("d0", *liars):
+        for peer in (worker, "a1"):
+            bench.report(peer, 0, 1)
+        bench.average_all()
+        bench.apply_all()
+        bench.checkpoint()
+    lots.audits = True
+    bench.report("a0", 0)
+    lots.audits = False
+    honest = bench.receipt("a0", 0).transcript
+    while pending := orders(bench, "a0"):
+        auditor, order = pending[0]
+        lies = auditor in liars
+        distance = 1.0 if lies and order.claimed is not None else None
+        bench.audited(auditor, order, other(honest) if lies else honest, distance=distance)
+    assert [record.peer for record in bench.records(VerdictRecord)] == ["b0", "c0"]
+    assert roll_backs(bench) == [1], "b0 has worked on step 2, and c0 on step 3"
+
+
 def test_by_default_the_run_goes_on() -> None:
     bench, lots = training(AuditSettings(audit_share=0.001, probation_cells=0))
     steps(bench, 3)

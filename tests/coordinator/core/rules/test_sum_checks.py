@@ -15,7 +15,7 @@ from kits.swarm_world.facts import Moves, Options, Violation
 from kits.swarm_world.sums import SumLie
 from kits.swarm_world.sweep import Course, finish, run_to_the_end
 from kits.swarm_world.world import World
-from swarm_coordinator.core.events import SumsStated, VerdictRecord
+from swarm_coordinator.core.events import Note, SumsStated, VerdictRecord
 from swarm_coordinator.core.rules import held_up
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.trust.audits import AuditBook, AuditSettings
@@ -259,12 +259,15 @@ def contradict(bench: Bench, *honest: str) -> None:
 def test_two_that_contradict_each_other_are_charged_alike_and_one_sits_the_step_out() -> None:
     bench = averaged()
     bench.run.audits.standings.change(PeerId("b0")).passed = 1
+    bench.tick(2.0)
     contradict(bench, "c0")
+    assert any("…b0 and …a0 contradict" in n.text for n in bench.commands(Note, bench.log))
     assert bench.run.peers.excluded == {"a0"}
     assert bench.records(VerdictRecord) == []
     assert held_up.held_seconds(bench.run, bench.peer("a0"), bench.now) == (
         held_up.held_seconds(bench.run, bench.peer("b0"), bench.now)
     )
+    assert held_up.held_seconds(bench.run, bench.peer("b0"), bench.now) == pytest.approx(2.0)
     bench.tick(2.0)
     bench.fill()
     assert bench.close_of("c0").reductions[0].members == ("b0", "c0")
@@ -291,6 +294,9 @@ def test_a_statement_of_something_else_never_agrees(changes: dict[str, Any]) -> 
     states(bench, "c0", digests(0, 7), **changes)
     assert phase(bench) is not RunPhase.APPLYING
     assert "c0" in bench.run.peers, "it may be late, or of another version"
+    is_late = "attempt" in changes
+    assert bool(bench.sent("a0", AbortRound)) != is_late
+    assert bench.step().failure_counts == ({} if is_late else {"c0": 1})
 
 
 def test_a_statement_with_another_number_of_sums_fails_the_attempt() -> None:

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from kits.swarm_world.audit_bench import (
+    ALL_CELLS,
+    audited,
+    contradict,
+    draws,
+    false,
+    no_answer,
+    orders,
+    orders_of_log,
+    the_order,
+    true,
+)
 from kits.swarm_world.event_bench import OTHER_DIGEST, Bench, joined
 from kits.swarm_world.facts import Options, train_loss
 from kits.swarm_world.sweep import Course, finish
 from swarm_coordinator.core.events import (
-    AuditAnswered,
     Ban,
     CloseSession,
     EvaluationRecord,
@@ -29,68 +39,16 @@ from swarm_coordinator.core.state.utilisation import Rejection
 from swarm_coordinator.core.trust.audits import MAX_IN_HAND, AuditBook, AuditSettings
 from swarm_coordinator.core.trust.samples import SampledTokens
 from swarm_coordinator.simulator.transcripts import simulated_transcript
-from swarm_shared.base.transcript import Transcript
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step, Version
 from swarm_shared.protocol import (
     Audit,
     Close,
     Drop,
     Dropped,
-    Lease,
     Refused,
     Welcome,
 )
 from swarm_shared.trust.votes import Claim
-
-ALL = AuditSettings(audit_share=1.0, probation_cells=0)
-
-
-def draws(*numbers: float) -> Callable[[], float]:
-    """Numbers in turn, and the last one for ever."""
-    left = list(numbers)
-    return lambda: left.pop(0) if len(left) > 1 else left[0]
-
-
-def audited(
-    *names: str, settings: AuditSettings = ALL, draw: Callable[[], float] = lambda: 0.0,
-    **options: Any,
-) -> Bench:  # fmt: skip
-    bench = Bench(audits=AuditBook(settings, draw), **options)
-    bench.join_all(*(names or ("a0", "b0", "c0", "a1", "b1", "c1")))
-    return bench
-
-
-def orders(bench: Bench) -> dict[str, list[Audit]]:
-    """The orders that the last event has sent."""
-    return {str(p): sent for p in bench.run.peers if (sent := bench.sent(p, Audit))}
-
-
-def the_order(bench: Bench) -> tuple[str, Audit]:
-    """The only one."""
-    ((auditor, (order,)),) = orders(bench).items()
-    return auditor, order
-
-
-def true(order: Audit, stages: int = 2) -> Transcript:
-    return simulated_transcript(order.step, order.microbatch, order.stage, StageIndex(stages - 1))
-
-
-def false(order: Audit) -> Transcript:
-    return true(order).model_copy(update={"gradient": OTHER_DIGEST})
-
-
-def contradict(bench: Bench, auditor: str, order: Audit, distance: float | None = 1.0) -> None:
-    """The auditor finds another gradient, and that it is far from what is claimed."""
-    bench.audited(auditor, order, false(order))
-    again = bench.sent(auditor, Audit)[-1]
-    assert again.claimed == true(order)
-    bench.audited(auditor, again, false(order), distance=distance)
-
-
-def no_answer(bench: Bench, auditor: str, order: Audit) -> None:
-    """The auditor states nothing."""
-    bench.event(AuditAnswered(bench.session(auditor), PeerId(auditor), order.audit, None, ""))
-
 
 # ---------------------------------------------------------------- draws
 
@@ -193,10 +151,6 @@ def test_equal_digests_pass_and_the_step_goes_on() -> None:
     assert bench.run.audits.standings.get(PeerId("a0")).passed == 2
 
 
-def orders_of_log(bench: Bench) -> list[tuple[str, Audit]]:
-    return [(str(p), order) for p in bench.run.peers for order in bench.sent(p, Audit, bench.log)]
-
-
 def test_a_complete_step_waits_for_its_audits_up_to_a_limit() -> None:
     bench = audited("a0", "b0", "a1", "b1")
     bench.fill()
@@ -227,7 +181,7 @@ def test_the_odd_one_of_three_loses_its_cells_its_place_and_its_credit() -> None
     assert (record.peer, record.owner, record.microbatch, record.stage) == ("a0", "a0", 0, 0)
     statements = sorted(one.statement for one in record.evidence.statements)
     assert statements == ["signed by b0", "signed by c0"]
-    assert (record.evidence.entitled, record.evidence.tolerance) == (3, ALL.tolerance)
+    assert (record.evidence.entitled, record.evidence.tolerance) == (3, ALL_CELLS.tolerance)
     assert record.claim == Claim(true(order), None)
     assert "microbatch 0 of step 1 in stage 0" in record.reason
     assert "a0" not in bench.run.peers
@@ -305,7 +259,7 @@ def test_a_rest_that_is_due_does_not_shorten_the_refusal_for_a_lost_audit() -> N
 
 def test_the_second_lost_audit_bans_the_owner() -> None:
     start = restored_with(StandingRecord(PeerId("a0"), 60, 1, Step(0), 0))
-    bench = Bench(start, audits=AuditBook(ALL, lambda: 0.0))
+    bench = Bench(start, audits=AuditBook(ALL_CELLS, lambda: 0.0))
     bench.now += 60.0
     bench.join_all("a0", "b0", "c0", "a1", "b1", "c1")
     bench.report("a0", 0)
@@ -434,6 +388,51 @@ def test_two_owners_that_contradict_each_other_are_both_charged_and_the_cell_is_
     assert held.seconds(PeerId("a0"), bench.now) == held.seconds(PeerId("b0"), bench.now) > 2.0
 
 
+@pytest.mark.parametrize(
+    ("is_given", "found"), [(True, "contradict"), (False, "got no tensors from")]
+)
+def test_a_cell_on_which_no_majority_decides_is_noted_with_what_its_auditors_met(
+    is_given: bool, found: str
+) -> None:
+    bench = audited("a0", "b0", "a1")
+    bench.report("a0", 0)
+    auditor, order = the_order(bench)
+    if is_given:
+        contradict(bench, auditor, order)
+    else:
+        bench.audited(auditor, order, None)
+    (note,) = [note.text for note in bench.commands(Note) if "computed again" in note.text]
+    assert f"its auditors {found} …a0, and no majority decides" in note
+
+
+def test_an_auditor_that_agrees_is_charged_nothing_where_no_majority_decides() -> None:
+    bench = audited("a0", "b0", "c0", "d0", "a1")
+    bench.report("a0", 0)
+    accuser, order = the_order(bench)
+    bench.tick(3.0)
+    contradict(bench, accuser, order)
+    agreeing, order = the_order(bench)
+    bench.audited(agreeing, order, true(order))
+    no_answer(bench, *the_order(bench))
+    assert not bench.step().table
+    held = {peer: bench.run.held_time.seconds(PeerId(peer), bench.now) for peer in bench.run.peers}
+    assert held["a0"] == held[accuser] > 2.0
+    assert held[agreeing] == 0.0
+
+
+def test_an_accuser_that_has_left_is_no_party_to_a_dispute() -> None:
+    bench = audited()
+    bench.report("a0", 0)
+    accuser, order = the_order(bench)
+    bench.tick(3.0)
+    contradict(bench, accuser, order)
+    other, order = the_order(bench)
+    bench.lose(accuser)
+    no_answer(bench, other, order)
+    assert not bench.step().table
+    assert bench.run.held_time.seconds(PeerId("a0"), bench.now) == 0.0
+
+
 def test_a_made_up_loss_is_a_lie() -> None:
     bench = audited()
     bench.report("a1", 0)
@@ -457,6 +456,33 @@ def test_a_peer_without_inputs_loses_what_it_counted_and_sits_the_step_out() -> 
     # Otherwise the same microbatch would be leased to it again, and the step would not end.
     assert bench.run.peers.excluded == {PeerId("a0")}
     assert "a0" not in {peer.peer for peer in bench.run.peers.ready(StageIndex(0))}
+
+
+def test_a_peer_without_inputs_is_charged_for_the_time_of_its_audit_and_that_is_noted() -> None:
+    bench = audited()
+    bench.report("a0", 0)
+    auditor, order = the_order(bench)
+    bench.tick(3.0)
+    bench.audited(auditor, order, None)
+    bench.audited(*the_order(bench), None)
+    assert bench.run.held_time.seconds(PeerId("a0"), bench.now) == pytest.approx(3.0)
+    cell = "microbatch 0 of step 1 in stage 0"
+    notes = [note.text for note in bench.commands(Note, bench.log)]
+    assert any(f"gave its auditors no tensors of {cell}" in note for note in notes)
+
+
+def test_an_owner_whose_devices_give_no_inputs_in_one_step_is_counted_once_for_it() -> None:
+    bench = audited("b0", "c0", "a1")
+    owner = PeerId("owner")
+    for device in ("x0", "y0"):
+        bench.join(device, 0, owner=owner)
+    bench.run.audits.standings.change(owner).withheld = verdicts.MAX_WITHHELD - 1
+    for microbatch, device in enumerate(("x0", "y0")):
+        bench.report(device, microbatch)
+        for _ in range(2):
+            bench.audited(*the_order(bench), None)
+    assert bench.run.audits.standings.get(owner).withheld == verdicts.MAX_WITHHELD
+    assert {"x0", "y0"} <= bench.run.peers.keys()
 
 
 def test_no_self_test_brings_an_owner_back_that_went_on_giving_no_inputs() -> None:
@@ -511,75 +537,6 @@ def test_an_auditor_that_is_lost_is_replaced() -> None:
     bench.lose(first)
     bench.event_tick()
     assert {p for p, _ in orders_of_log(bench)} == {"b0", "c0"} - {first}
-
-
-# ---------------------------------------------------------------- chains and drops
-
-
-def test_both_sides_of_a_broken_chain_are_audited_whatever_the_draw() -> None:
-    bench = audited(settings=AuditSettings(0.0, 0), draw=lambda: 0.5)
-    bench.report("a0", 0)
-    assert not orders(bench)
-    bench.report_broken("a1", 0, "input")
-    assert {order.peer for sent in orders(bench).values() for order in sent} == {"a0", "a1"}
-
-
-def test_a_broken_chain_without_a_liar_is_computed_again_as_a_whole() -> None:
-    bench = audited(settings=AuditSettings(0.0, 0), draw=lambda: 0.5)
-    bench.report("a0", 0)
-    bench.report_broken("a1", 0, "input")
-    for auditor, order in orders_of_log(bench):
-        held = bench.step().table[order.microbatch, order.stage].transcript
-        bench.audited(auditor, order, held)
-    assert not bench.step().table
-    for peer in ("a0", "a1"):
-        assert bench.sent(peer, Drop, bench.log)[-1].microbatches == (0,)
-    assert any("contradict each other" in note.text for note in bench.commands(Note, bench.log))
-
-
-def test_a_broken_chain_without_auditors_is_computed_again_and_charged_to_both() -> None:
-    bench = audited("a0", "a1", settings=AuditSettings(0.0, 0))
-    bench.tick(3.0)
-    bench.report("a0", 0)
-    bench.report_broken("a1", 0, "input")
-    assert not bench.step().table
-    held = bench.run.held_time
-    assert held.seconds(PeerId("a0"), bench.now) == held.seconds(PeerId("a1"), bench.now) > 0.0
-
-
-def test_a_dropped_microbatch_counts_again_when_its_peer_has_taken_it_out() -> None:
-    bench = audited("a0", "a1", settings=AuditSettings(0.0, 0))
-    bench.report("a0", 0)
-    bench.report_broken("a1", 0, "input")
-    bench.report("a0", 0)
-    assert not bench.step().table, "it may be the receipt of what is being taken out"
-    bench.send("a0", Dropped(step=Step(1), stage=StageIndex(0), microbatches=(MicrobatchIndex(0),)))
-    bench.report("a0", 0)
-    assert bench.step().table.held_by(PeerId("a0"))
-    again = [m for lease in bench.sent("a0", Lease, bench.log) for m in lease.microbatches]
-    assert again
-
-
-def test_a_peer_that_returns_is_sent_its_drops_again() -> None:
-    bench = audited("a0", "b0", "a1", settings=AuditSettings(0.0, 0))
-    bench.report("a0", 0)
-    bench.report_broken("a1", 0, "input")
-    ((auditor, order),) = orders_of_log(bench)
-    bench.audited(auditor, order, None)
-    assert bench.sent("a0", Drop, bench.log)
-    bench.attach("a0", stage=StageIndex(0), digest="d")
-    assert bench.sent("a0", Drop)[-1].microbatches == (0,)
-
-
-@pytest.mark.parametrize("changes", [{"input_gradient": OTHER_DIGEST}, {"output_gradient": ""}])
-def test_a_receipt_without_the_digests_of_its_stage_does_not_count(
-    changes: dict[str, str],
-) -> None:
-    bench = audited("a0", "a1")
-    bad = bench.receipt("a0", 0).transcript.model_copy(update=changes)
-    receipt = bench.receipt("a0", 0, transcript=bad)
-    bench.event(ReceiptsVerified(bench.session("a0"), PeerId("a0"), (receipt,)))
-    assert not bench.step().table
 
 
 # ---------------------------------------------------------------- standings

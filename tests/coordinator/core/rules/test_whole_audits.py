@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kits.swarm_world.event_bench import Bench, joined
+from kits.swarm_world.event_bench import OTHER_DIGEST, Bench, joined
 from kits.swarm_world.facts import Options, Violation
 from kits.swarm_world.sums import SumLie
 from kits.swarm_world.sweep import run_to_the_end
@@ -17,6 +17,7 @@ from swarm_coordinator.core.events import SumsStated, VerdictRecord
 from swarm_coordinator.core.rules import held_up
 from swarm_coordinator.core.rules.auditing.auditors import AUDIT_SECONDS
 from swarm_coordinator.core.rules.auditing.cleared_cells import clear_cell
+from swarm_coordinator.core.rules.closing import whole_audits
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.trust.audits import AuditBook, AuditSettings
 from swarm_coordinator.simulator.transcripts import simulated_transcript
@@ -30,6 +31,12 @@ WHOLE = AuditSettings(audit_share=2.0, probation_cells=0, check_sums=True)
 
 GRADIENTS = {0: 5, 1: 8}
 """Digests of the gradients of the microbatches."""
+
+
+def other_each_time() -> Callable[[], float]:
+    """Draws of which no two are alike, so that no two secrets are."""
+    numbers = iter(range(1, 100_000))
+    return lambda: next(numbers) / 100_000
 
 
 def filled(
@@ -239,6 +246,34 @@ def test_a_contested_cell_that_is_counted_otherwise_takes_back_nothing_that_was_
     assert whole.contest is not None
 
 
+def test_an_undecided_doubt_about_a_member_that_has_left_takes_nothing_from_its_successor() -> None:
+    bench = contested()
+    bench.tick(0.25)
+    confirming = orders(bench)[2:]
+    bench.lose("a0")
+    bench.report("b0", 0, 1)
+    for auditor, order in confirming:
+        bench.audited(auditor, order, None)
+    bench.tick(0.25)
+    assert len(bench.step().table.held_by(PeerId("b0"))) == 2
+    assert lost(bench) == []
+    ((member, whole), *_) = bench.step().audits.whole.items()
+    assert member == ("a0", 0)
+    assert whole.contest is None
+
+
+def test_a_member_that_leaves_while_it_is_contested_and_gives_no_tensors_withholds_them() -> None:
+    bench = contested("a0", "b0", "c0", "d0", "e0")
+    bench.lose("a0")
+    bench.tick(0.25)
+    answered = 2
+    while answered < len(orders(bench)):
+        bench.audited(*orders(bench)[answered], None)
+        answered += 1
+    assert bench.run.audits.standings.get(PeerId("a0")).withheld == 1
+    assert lost(bench) == []
+
+
 def first_auditor(bench: Bench) -> str:
     return orders(bench)[0][0]
 
@@ -365,8 +400,7 @@ def fail(bench: Bench) -> str:
 @pytest.mark.parametrize("failed", [1, CHECKS_PER_SECRET, CHECKS_PER_SECRET + 1])
 def test_each_attempt_has_a_seed_of_its_own_that_audits_know_in_advance(failed: int) -> None:
     """Else one liar could fail the first attempt, and another one put anything into the second."""
-    numbers = iter(range(1, 100_000))
-    book = AuditBook(WHOLE, lambda: next(numbers) / 100_000)
+    book = AuditBook(WHOLE, other_each_time())
     bench = joined("a0", "b0", "c0", "d0", audits=book, stages=1, check_sums=True)
     bench.fill()
     answer_all(bench)
@@ -405,6 +439,66 @@ def test_after_a_failed_attempt_an_honest_member_closes_the_step() -> None:
     close(bench)
     assert bench.run.phase is RunPhase.APPLYING
     assert lost(bench) == []
+
+
+def known(bench: Bench, failed: int) -> Bench:
+    """So many attempts have failed after the member's seed was known, the last one by itself: it
+    has lost the cells that it had counted."""
+    answer_all(bench)
+    for _ in range(failed - 1):
+        bench.run.held_time.accounts.clear()  # none is excluded
+        fail(bench)
+    bench.run.held_time.accounts.clear()
+    bench.average_all()
+    state(bench, bench.closing())
+    bench.failed("a0", missing=(0, 1))
+    return bench
+
+
+def test_cells_that_are_audited_without_the_new_secret_are_audited_anew_and_hidden() -> None:
+    bench = known(filled("a0", "b0", "c0", "d0", draw=other_each_time()), CHECKS_PER_SECRET)
+    before = len(orders(bench))
+    bench.report("a0", 0)
+    assert [order.secret for _, order in orders(bench)[before:]] == [None]
+    bench.report("a0", 1)
+    latest = {order.microbatch: order for _, order in orders(bench)[before:]}
+    assert len({order.secret for order in latest.values()} - {None}) == 1
+    assert all(order.secret and order.sources for order in latest.values())
+
+
+def test_a_doubt_about_a_cell_outlasts_the_secret_of_a_whole_audit() -> None:
+    bench = known(filled("a0", "b0", "c0", "d0", draw=other_each_time()), CHECKS_PER_SECRET)
+    before = len(orders(bench))
+    bench.report("a0", 0)
+    for distance in (None, 1.0):
+        auditor, order = orders(bench)[-1]
+        other = bench.receipt("a0", 0).transcript.model_copy(update={"gradient": OTHER_DIGEST})
+        bench.audited(auditor, order, other, distance=distance)
+    doubted = len(orders(bench))
+    assert [order.microbatch for _, order in orders(bench)[before:]] == [0, 0, 0]
+    bench.report("a0", 1)
+    assert {order.microbatch for _, order in orders(bench)[doubted:]} == {1}
+
+
+def test_a_cell_that_is_audited_with_the_secret_already_is_asked_for_no_second_time() -> None:
+    bench = known(filled(), 1)
+    bench.report("a0", 1)
+    before = len(orders(bench))
+    bench.report_broken("a0", 0, "output")
+    (again,) = [order for _, order in orders(bench)[before:]]
+    assert (again.microbatch, again.secret) == (0, orders(bench)[0][1].secret)
+
+
+def test_the_close_waits_for_the_audits_of_one_member_if_another_one_has_no_auditor() -> None:
+    bench = joined(
+        "a0", "b0", "c0", "a1", audits=AuditBook(WHOLE, other_each_time()), check_sums=True
+    )
+    bench.report("a0", 0)
+    bench.report("a1", 0)
+    assert list(bench.step().audits.whole) == [("a0", 0), ("a1", 1)]
+    for whole in bench.step().audits.whole.values():
+        whole.attempt, whole.check = 1, CHECKS_PER_SECRET - 1  # all of their seeds are known
+    assert whole_audits.renew(bench.run, bench.step(), bench.now)
 
 
 # ---- whole swarms

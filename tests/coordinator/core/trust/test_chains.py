@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_coordinator.core.trust.chains import breaks_at, complete, fits
+from swarm_coordinator.core.trust.chains import Boundary, breaks_at, complete, fits
 from swarm_coordinator.simulator.transcripts import simulated_transcript
 from swarm_shared.base.transcript import Transcript
 from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step
@@ -23,7 +23,7 @@ def row(step: int = 1, microbatch: int = 0) -> dict[StageIndex, Transcript]:
     }
 
 
-def break_of(known: dict[StageIndex, Transcript], stage: int) -> tuple[int, int] | None:
+def breaks_of(known: dict[StageIndex, Transcript], stage: int) -> tuple[Boundary, ...]:
     return breaks_at(
         StageIndex(stage), known[StageIndex(stage)], known.get(StageIndex(stage - 1)),
         known.get(StageIndex(stage + 1)),
@@ -32,7 +32,7 @@ def break_of(known: dict[StageIndex, Transcript], stage: int) -> tuple[int, int]
 
 def test_the_transcripts_of_honest_stages_fit() -> None:
     honest = row()
-    assert all(break_of(honest, s) is None for s in range(LAST + 1))
+    assert all(breaks_of(honest, s) == () for s in range(LAST + 1))
 
 
 @given(
@@ -46,12 +46,18 @@ def test_any_digest_of_a_boundary_that_differs_breaks_the_chain_there(
     of_stage = simulated_transcript(Step(1), MicrobatchIndex(0), StageIndex(stage), LAST)
     broken[StageIndex(stage)] = of_stage.model_copy(update={field: OTHER})
     before, behind = field in ("input", "input_gradient"), field in ("output", "output_gradient")
-    expected = None
+    expected = []
     if before and stage > 0:
-        expected = (stage - 1, stage)
+        expected = [(stage - 1, stage)]
     elif behind and stage < LAST:
-        expected = (stage, stage + 1)
-    assert break_of(broken, stage) == expected
+        expected = [(stage, stage + 1)]
+    assert list(breaks_of(broken, stage)) == expected
+
+
+def test_a_stage_that_computed_something_else_breaks_the_chain_on_both_sides() -> None:
+    broken = row()
+    broken[StageIndex(1)] = row(microbatch=7)[StageIndex(1)]
+    assert breaks_of(broken, 1) == ((0, 1), (1, 2))
 
 
 def test_a_neighbour_that_is_not_counted_yet_breaks_nothing() -> None:
@@ -59,7 +65,7 @@ def test_a_neighbour_that_is_not_counted_yet_breaks_nothing() -> None:
     del broken[StageIndex(1)]
     other = simulated_transcript(Step(1), MicrobatchIndex(7), StageIndex(0), LAST)
     broken[StageIndex(0)] = other
-    assert break_of(broken, 0) is None
+    assert breaks_of(broken, 0) == ()
 
 
 def test_the_parameters_gradient_is_no_part_of_a_chain() -> None:

@@ -69,8 +69,8 @@ self-test; a second lost audit bans the owner."""
 def counted(run: RunState, step: StepState, cell: CellKey, now: float) -> None:
     """Check a newly counted cell against its neighbours, and draw whether it is audited."""
     microbatch = cell[0]
-    broken = _break_at(step, cell)
-    if broken is not None and microbatch not in step.audits.broken:
+    broken = _breaks_at(step, cell)
+    if broken:
         _suspect(run, step, microbatch, broken, now)
     elif not step.audits.open or not _is_audited(step, cell):
         peer = run.peers[step.table[cell].peer]
@@ -124,8 +124,8 @@ def _whole_secret(run: RunState, step: StepState, peer: PeerState, stage: StageI
     return whole_audit.secret if whole_audit is not None and whole_audit.has_another_check else ""
 
 
-def _break_at(step: StepState, cell: CellKey) -> tuple[StageIndex, StageIndex] | None:
-    """The boundary at which a cell's receipt contradicts a neighbour's."""
+def _breaks_at(step: StepState, cell: CellKey) -> tuple[chains.Boundary, ...]:
+    """The boundaries at which a cell's receipt contradicts a neighbour's."""
     microbatch, stage = cell
     own = step.table[cell]
     before = step.table.get((microbatch, StageIndex(stage - 1)))
@@ -138,11 +138,11 @@ def _break_at(step: StepState, cell: CellKey) -> tuple[StageIndex, StageIndex] |
 
 def _suspect(
     run: RunState, step: StepState, microbatch: MicrobatchIndex,
-    broken: tuple[StageIndex, StageIndex], now: float,
+    broken: tuple[chains.Boundary, ...], now: float,
 ) -> None:  # fmt: skip
-    """Audit both sides of a boundary at which two receipts contradict each other."""
-    step.audits.broken[microbatch] = broken
-    for stage in broken:
+    """Audit both sides of each boundary at which two receipts contradict each other."""
+    step.audits.broken.setdefault(microbatch, set()).update(broken)
+    for stage in sorted({stage for boundary in broken for stage in boundary}):
         if _open_audit(step, (microbatch, stage)) is None:
             begin_audit(run, step, audit_of(run, step, (microbatch, stage), now), now)
     _settle_broken(run, step, microbatch, now)
@@ -186,15 +186,7 @@ def answered(run: RunState, peer: PeerState, event: AuditAnswered, now: float) -
                     del step.audits.open[audit.key]
                 else:
                     _record(run, step, audit, order, event, now)
-                _ask_free_auditors(run, step, now)
                 return
-
-
-def _ask_free_auditors(run: RunState, step: StepState, now: float) -> None:
-    """Go on with audits that wait for an auditor with fewer audits in hand."""
-    for key, audit in list(step.audits.open.items()):
-        if auditors.can_go_on(run, step, audit) and audit is step.audits.open.get(key):
-            _proceed(run, step, audit, now)
 
 
 def _current(step: StepState, audit: OpenAudit) -> bool:
@@ -547,26 +539,36 @@ def take_withholding(run: RunState) -> list[PeerState]:
 
 
 def _settle_broken(run: RunState, step: StepState, microbatch: MicrobatchIndex, now: float) -> None:
-    """Clear a microbatch whose chain is broken, once the audits of both sides have ended.
+    """Clear a microbatch whose chain is broken at a boundary, once the audits of both sides have
+    ended.
 
     Without a lost audit, either side may have lied to the other, or two unlike machines have
     computed the microbatch: then one path computes all of it again.
     """
-    broken = step.audits.broken.get(microbatch)
-    if broken is None or any(_open_audit(step, (microbatch, stage)) for stage in broken):
-        return
-    del step.audits.broken[microbatch]
-    holders = [cell.peer for s in broken if (cell := step.table.get((microbatch, s))) is not None]
-    if any(peer in run.audits.expelled for peer in holders):
-        return  # its cells go with it
-    first = (microbatch, broken[0])
-    if first not in step.table or _break_at(step, first) != broken:
-        return
-    if len(set(holders)) == 2:
-        dispute(run, holders[0], holders[1], step.began_at, now)
+    broken = step.audits.broken.get(microbatch, set())
+    for boundary in sorted(broken):
+        if any(_open_audit(step, (microbatch, stage)) for stage in boundary):
+            continue
+        broken.discard(boundary)
+        before, behind = (step.table.get((microbatch, stage)) for stage in boundary)
+        if before is None or behind is None or chains.fits(before.transcript, behind.transcript):
+            continue  # a side was cleared, and may have been counted anew
+        if run.audits.expelled.keys() & {before.peer, behind.peer}:
+            continue  # its cells go with it
+        broken.clear()
+        if before.peer != behind.peer:
+            dispute(run, before.peer, behind.peer, step.began_at, now)
+        _compute_again(run, step, microbatch, boundary)
+        break
+
+
+def _compute_again(
+    run: RunState, step: StepState, microbatch: MicrobatchIndex, boundary: chains.Boundary
+) -> None:
+    """Clear a microbatch in all stages, and note why."""
     run.note(
         f"microbatch {microbatch} of step {step.step} is computed again: the receipts of stages "
-        f"{broken[0]} and {broken[1]} contradict each other"
+        f"{boundary[0]} and {boundary[1]} contradict each other"
     )
     for stage in run.stage_indices:
         cleared_cells.clear_cell(run, step, (microbatch, stage))
@@ -612,7 +614,7 @@ def delay_close(run: RunState, step: StepState, complete_at: float, now: float) 
     wait = max(HOLD_SECONDS, held_up.pace(step) * (0.5 + 3.5 * run.audits.settings.audit_share))
     waiting = False
     for audit in _current_audits(run, step, now):
-        disputed = audit.disputed or audit.microbatch in step.audits.broken
+        disputed = audit.disputed or bool(step.audits.broken.get(audit.microbatch))
         since = max(complete_at, audit.opened_at)
         factor = DISPUTE_FACTOR if disputed else HIDDEN_FACTOR if audit.hidden else 1.0
         if now < since + wait * factor:

@@ -133,12 +133,10 @@ def _conclude(run: RunState, step: StepState, round_: Round, check: RoundSums, n
     for peer, reason in shown.lied.items():
         _convict(run, step, round_, peer, reason, now)
     for pair in sorted(shown.contradictions):
-        reducer, member = (run.peers.get(peer) for peer in pair)
-        if reducer is None or member is None:
-            continue
+        reducer, member = (run.peers[peer] for peer in pair)
         run.note(
-            f"{short(pair[0])} and {short(pair[1])} contradict each other in what one has sent to "
-            f"the other for the average of step {step.step}"
+            f"{short(reducer.peer)} and {short(member.peer)} contradict each other in what one has "
+            f"sent to the other for the average of step {step.step}"
         )
         held_up.dispute(run, reducer, member, since, now, now)
         exclusions.count_failure(run, step, [reducer, member], now, at_once=True)

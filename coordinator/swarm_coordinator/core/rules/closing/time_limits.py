@@ -65,11 +65,10 @@ def _time_out_apply(run: RunState, step: StepState, now: float) -> None:
         if not (over or shared):
             continue
         run.note(f"{short(peer_id)} did not apply step {step.step} in time", peer_id)
-        peer = run.peers.get(peer_id)
-        if peer is not None:
-            charge_late_apply(run, step, peer, now)
-            if shared and not over:
-                held_up.record_held_up_alone(run, peer, now)
+        peer = run.peers[peer_id]
+        charge_late_apply(run, step, peer, now)
+        if not over:
+            held_up.record_held_up_alone(run, peer, now)
         closing.remove_member(peer_id)
 
 
@@ -138,9 +137,8 @@ def _exclude_late(
     Where most members of its stage have answered, it is also recorded that the member held up the
     step alone.
     """
-    peer = run.peers.get(peer_id)
-    if peer is not None and round_.members.get(peer_id) in round_.most_reported_at:
-        exclusions.exclude_alone(run, step, peer, now)
+    if round_.members[peer_id] in round_.most_reported_at:
+        exclusions.exclude_alone(run, step, run.peers[peer_id], now)
     else:
         exclusions.exclude(run, step, peer_id, now)
 
@@ -153,18 +151,14 @@ def _charge_silent(
     If only a minority of its stage has reported, the wait is charged as a dispute with one of these
     members: they may have reported without averaging.
     """
-    peer, stage = run.peers.get(peer_id), round_.members[peer_id]
+    peer, stage = run.peers[peer_id], round_.members[peer_id]
     most_at = round_.most_reported_at.get(stage)
-    if peer is None:
-        return
     free = held_up.uncharged_until(step, round_.asked_at, most_at or round_.asked_at)
     if most_at is not None:
         held_up.charge(run, peer, free, now, now)
         return
-    reported = sorted(p for p in round_.answered if round_.members.get(p) == stage)
-    others = [run.peers[p] for p in reported if p in run.peers]
-    if others:
-        held_up.dispute(run, peer, others[0], free, now, now)
+    other = min(p for p in round_.answered if round_.members.get(p) == stage)
+    held_up.dispute(run, peer, run.peers[other], free, now, now)
 
 
 def _proceed_without_silent(run: RunState, step: StepState, round_: Round, now: float) -> None:
