@@ -416,8 +416,8 @@ def _advance_step(run: RunState, now: float) -> None:
 
 def _advance_collection(run: RunState, step: StepState, now: float) -> None:
     """Lease what is missing; once the table is complete, start the close unless it is delayed."""
-    if not departure.loses_a_stage(run):  # its last peer goes between two steps
-        steps.begin_ahead(run, step, now)
+    if run.manifest.training.staleness and not departure.loses_a_stage(run):
+        steps.begin_ahead(run, step, now)  # the last peer of a stage leaves between two steps
     if not cells.complete(run, step):
         leases.lease_open_microbatches(run, step, now)
         speculation.lease_stragglers(run, step, now)
