@@ -7,9 +7,9 @@ import pytest
 from kits.swarm_world.event_bench import Bench, joined
 from swarm_coordinator.core.rules.release import Release, release
 from swarm_coordinator.core.rules.roster import MAX_CHANGES_AT_ONCE
-from swarm_coordinator.core.state.peers import PeerPhase
+from swarm_coordinator.core.state.peers import PeerPhase, StageTransfer
 from swarm_coordinator.core.state.phases import RunPhase
-from swarm_shared.base.types import MicrobatchIndex, PeerId, Step
+from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
 from swarm_shared.protocol import AbortRound, MaskRequest, Roster
 
 B0 = PeerId("b0")
@@ -57,6 +57,24 @@ def test_a_peer_without_its_stage_has_no_state_no_transfer_and_no_receipts() -> 
     released(bench, Release.STAGE)
     assert (peer.stage, peer.phase, peer.version) == (None, PeerPhase.ADMITTED, 0)
     assert (peer.transfer, peer.early_receipts) == (None, {})
+
+
+def test_a_peer_that_has_moved_takes_nothing_out_of_the_step_that_is_applied() -> None:
+    """What it counted is in the average of its former stage, which stands."""
+    bench = Bench.trained(1, names=("a0", "b0", "a1"))
+    bench.run.peers.begin_transfer(bench.peer("b0"), StageTransfer(StageIndex(1), bench.now))
+    bench.event_tick()
+    bench.save("a1")
+    bench.ready("b0")
+    for peer, microbatches in (("a0", [0]), ("b0", [1]), ("a1", [0, 1])):
+        bench.report(peer, *microbatches)
+    bench.average_all()
+    assert bench.run.phase is RunPhase.APPLYING
+    assert bench.peer("b0").stage == 1
+    bench.lose("b0")
+    assert bench.run.phase is RunPhase.APPLYING
+    assert bench.step().table[1, 0].peer == "b0"
+    assert bench.run.statistics.work.cleared == 0
 
 
 def test_a_peer_that_is_gone_awaits_no_mask() -> None:

@@ -17,6 +17,7 @@ from swarm_coordinator.core.events import LeaseResolved
 from swarm_coordinator.core.rules.microbatches import cells
 from swarm_coordinator.core.state.leases import LeaseState
 from swarm_coordinator.core.state.peers import short
+from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.state.run import RunState
 from swarm_coordinator.core.state.steps import StepState
 from swarm_shared.base.types import MicrobatchIndex, PeerId
@@ -268,8 +269,10 @@ def clear_work(run: RunState, peer: PeerId, now: float) -> None:
     for step in run.steps.open():
         for microbatch in list(step.owing):
             cells.owes_no_more(step, microbatch, peer)
-        kept = step.closing.kept_stages(peer)
-        cells.clear_counted(run, step, peer, [s for s in run.stage_indices if s not in kept])
+        # A decided step has all of its averages, also of a stage that the peer has moved away from.
+        if run.phase is not RunPhase.APPLYING or step is run.steps.ahead:
+            kept = step.closing.kept_stages(peer)
+            cells.clear_counted(run, step, peer, [s for s in run.stage_indices if s not in kept])
         _free_leases(run, step, peer, now)
 
 
