@@ -63,28 +63,28 @@ class AdamW:
 
     def step(self, gradients: list[Tensor], learning_rate: float) -> None:
         """Take one step with gradients in host memory; weight decay applies to matrices only."""
-        copies, threads = HostCopies(self.parameters), torch.get_num_threads()
         for step in self.steps:
             step.add_(1.0)
-        number = int(self.steps[0].item())
+        copies, number = HostCopies(self.parameters), int(self.steps[0].item())
         decayed, other = (
             AdamWStep.of(self.config, learning_rate, number, decays=decays)
             for decays in (True, False)
         )
         for chosen in self._taken_together():
-            work: list[tuple[AdamWStep, AdamWVectors]] = []
-            for i in chosen:
-                weight = copies.of(self.parameters[i].detach())
-                flat = (
-                    tensor.view(-1).numpy()
-                    for tensor in (
-                        weight, gradients[i], self.first_moments[i], self.second_moments[i]
-                    )
-                )  # fmt: skip
-                work.append((decayed if weight.ndim >= 2 else other, AdamWVectors(*flat)))
-            take_step(work, threads)
-            if self.parameters[chosen[0]].device.type != "cpu":
-                self.parameters[chosen[0]].detach().copy_(weight)
+            weights = [copies.of(self.parameters[i].detach()) for i in chosen]
+            work = [
+                (decayed if weight.ndim >= 2 else other, self._vectors(i, weight, gradients[i]))
+                for i, weight in zip(chosen, weights, strict=True)
+            ]
+            take_step(work, torch.get_num_threads())
+            for i, weight in zip(chosen, weights, strict=True):
+                if self.parameters[i].device != weight.device:
+                    self.parameters[i].detach().copy_(weight)
+
+    def _vectors(self, i: int, weight: Tensor, gradient: Tensor) -> AdamWVectors:
+        """The memory of one parameter's weight, gradient and moments, which are in host memory."""
+        tensors = (weight, gradient, self.first_moments[i], self.second_moments[i])
+        return AdamWVectors(*(tensor.view(-1).numpy() for tensor in tensors))
 
     def _taken_together(self) -> Iterator[list[int]]:
         """Numbers of the parameters that step together: those of another device one at a time, so

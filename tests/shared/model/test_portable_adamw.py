@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from swarm_shared.model.portable_adamw import (
+    LEAST_WINDOWS_OF_A_THREAD,
     WINDOW_ELEMENTS,
     AdamWStep,
     AdamWVectors,
@@ -44,8 +45,11 @@ def vectors(elements: int, seed: int) -> AdamWVectors:
     return AdamWVectors(parameter, gradient, first, noise.random(elements, dtype=np.float32))
 
 
-@pytest.mark.parametrize("elements", [1, WINDOW_ELEMENTS, 3 * WINDOW_ELEMENTS + 5])
-def test_a_step_in_windows_and_threads_is_that_of_the_whole_to_the_bit(elements: int) -> None:
+@pytest.mark.parametrize(
+    "windows", [0.001, 1, LEAST_WINDOWS_OF_A_THREAD, 2.1 * LEAST_WINDOWS_OF_A_THREAD]
+)
+def test_a_step_in_windows_and_threads_is_that_of_the_whole_to_the_bit(windows: float) -> None:
+    elements = int(windows * WINDOW_ELEMENTS)
     step = AdamWStep.of(CONFIG, 0.01, 3, decays=True)
     whole = vectors(elements, 1)
     step.take(whole)

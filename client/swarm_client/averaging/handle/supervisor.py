@@ -99,7 +99,7 @@ AnswerT = TypeVar("AnswerT", bound=Numbered)
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """A worker serves."""
+    """The state while a worker serves."""
 
     rpc: ChildRpc[WorkerMessage]
     started: Started
@@ -123,7 +123,7 @@ class _End(Enum):
 
 @dataclass(frozen=True, slots=True)
 class _Absent:
-    """No worker serves."""
+    """The state while no worker serves."""
 
     reason: str
     end: _End | None = None

@@ -340,8 +340,8 @@ def test_a_peer_that_cannot_apply_the_step_that_it_missed_is_synced_anew_at_once
     assert "could not apply step 3" in bench.run.statistics.flags[PeerId("a1")].reason
 
 
-def test_a_peer_that_never_applies_a_missed_step_does_not_keep_a_stage_from_recovery() -> None:
-    """Its stage goes on without it, and is then left with only this peer."""
+def missed_the_step_before_the_last() -> Bench:
+    """Step 4 was applied without b1, which is back and has yet to apply step 3."""
     bench = Bench.restarted(3, checkpoint=2, checkpoint_steps=1)
     bench.attach("a0", stage=0, version=3)
     bench.attach("a1", stage=1, version=3)
@@ -352,6 +352,12 @@ def test_a_peer_that_never_applies_a_missed_step_does_not_keep_a_stage_from_reco
     bench.average_all()
     bench.apply_all()
     bench.checkpoint()
+    return bench
+
+
+def test_a_peer_that_never_applies_a_missed_step_does_not_keep_a_stage_from_recovery() -> None:
+    """Its stage goes on without it, and is then left with only this peer."""
+    bench = missed_the_step_before_the_last()
     assert (bench.run.history.version, bench.run.peers.syncing[PeerId("b1")].missed_apply) == (4, 3)
     bench.lose("a1")
     commands = bench.tick(bench.manifest.limits.lease_seconds + 1.0)
@@ -362,16 +368,7 @@ def test_a_peer_that_never_applies_a_missed_step_does_not_keep_a_stage_from_reco
 
 
 def test_a_peer_that_applies_a_missed_step_late_downloads_the_step_since_when_it_has() -> None:
-    bench = Bench.restarted(3, checkpoint=2, checkpoint_steps=1)
-    bench.attach("a0", stage=0, version=3)
-    bench.attach("a1", stage=1, version=3)
-    bench.attach("b1", stage=1, version=2, averaged_attempt=7)
-    bench.checkpoint()
-    bench.fill()
-    bench.tick(bench.manifest.limits.join_hold_seconds)
-    bench.average_all()
-    bench.apply_all()
-    bench.checkpoint()
+    bench = missed_the_step_before_the_last()
     assert not bench.sent("b1", AssignStage, bench.log)
     bench.send("b1", Applied(step=Step(3), digest="d", norm=1.0))
     [assigned] = bench.sent("b1", AssignStage, bench.event_tick())
