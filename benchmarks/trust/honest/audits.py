@@ -91,9 +91,9 @@ class Stage:
 
     def _answer(self, auditor: str, order: Audit, microbatch: int, found: Found) -> None:
         audited, claimed = self._machines[self._peers[order.peer]], None
-        if order.claimed is not None:
+        if order.comparison is not None:
             audited.ask("show", microbatch=microbatch, path=str(self._computed))
-            claimed = order.claimed.model_dump()
+            claimed = order.comparison.claimed.model_dump()
         said = self._machines[self._peers[auditor]].ask(
             "audit", microbatch=microbatch, claimed=claimed,
             computed=None if claimed is None else str(self._computed),
@@ -101,7 +101,7 @@ class Stage:
         if said["distance"] is not None:
             found.distances.append(said["distance"])
         transcript = Transcript(**said["transcript"])
-        found.alike += order.claimed is None and transcript == self._claims(order)
+        found.alike += order.comparison is None and transcript == self._claims(order)
         self._bench.audited(
             auditor, order, transcript, loss_sum=said["loss_sum"], distance=said["distance"]
         )

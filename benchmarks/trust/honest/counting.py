@@ -9,6 +9,9 @@ from torch import Tensor
 
 from benchmarks.run_data import RunData
 from benchmarks.trust.honest.cells import Setting, cell_file, in_slot, runner_of, state_file
+from swarm_client.stage.protocol.gradient_blocks import sampled_blocks
+from swarm_client.stage.protocol.messages import ShownFile
+from swarm_client.stage.protocol.slot_sizes import GRADIENT_ELEMENT_BYTES
 from swarm_client.stage.worker.audits import AuditRunner
 from swarm_client.stage.worker.backward_pass import ParameterGradients
 from swarm_client.stage.worker.stage_runner import BackwardResult, StageRunner
@@ -81,8 +84,18 @@ class Counting:
         """Write what a counted cell gives, for its auditor."""
         step = Step(self._held.version + 1)
         AuditRunner(self._held).save_kept(
-            step, MicrobatchIndex(microbatch), Path(path), KeptTensors.COMPUTED
+            step,
+            MicrobatchIndex(microbatch),
+            Path(path),
+            KeptTensors.COMPUTED,
+            self._blocks(microbatch),
         )
+
+    def _blocks(self, microbatch: int) -> tuple[int, ...]:
+        """The blocks of a cell's gradient that are compared."""
+        layout = self._held.layout
+        elements = layout.own_count + layout.tied_count
+        return sampled_blocks(f"{microbatch:032x}", elements * GRADIENT_ELEMENT_BYTES)
 
     def audit(
         self, microbatch: int, computed: str | None, claimed: dict[str, Any] | None
@@ -90,10 +103,12 @@ class Counting:
         """Compute a cell again, and compare it with what another machine shows."""
         runner = self._held
         inputs = cell_file(self._folder, runner.version, microbatch, runner.stage_index)
-        found = AuditRunner(runner).audit(
-            Step(runner.version + 1), inputs, None if computed is None else Path(computed),
-            None if claimed is None else Transcript(**claimed),
-        )  # fmt: skip
+        shown = None
+        if computed is not None and claimed is not None:
+            shown = ShownFile(
+                path=computed, blocks=self._blocks(microbatch), claimed=Transcript(**claimed)
+            )
+        found = AuditRunner(runner).audit(Step(runner.version + 1), inputs, shown)
         return {
             "transcript": found.transcript.model_dump(), "loss_sum": found.loss_sum,
             "distance": found.distance,

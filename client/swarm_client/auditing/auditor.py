@@ -17,7 +17,9 @@ from swarm_client.pipeline.held_stage import Holding
 from swarm_client.pipeline.pipeline import Pipeline
 from swarm_client.stage.handle.worker_handle import StageWorker
 from swarm_client.stage.protocol.errors import WorkerDied
-from swarm_client.stage.protocol.messages import AuditDone
+from swarm_client.stage.protocol.gradient_blocks import sampled_blocks
+from swarm_client.stage.protocol.messages import AuditDone, ShownFile
+from swarm_client.stage.protocol.slot_sizes import GRADIENT_ELEMENT_BYTES
 from swarm_shared.base.errors import SwarmError
 from swarm_shared.identity.signing import encode_envelope
 from swarm_shared.identity.work_statements import AuditStatement
@@ -96,19 +98,25 @@ class Auditor:
         except TensorsWithheld as error:
             log.info("audit %d: %s", order.audit, error)
             return self._statement(order, None)
-        shown = None
-        if order.claimed is not None:
-            try:
-                elements = worker.configured.own_elements + worker.configured.tied_elements
-                total = worker.sizes.computed_bytes(elements)
-                await self._inputs.write_computed(order, total, computed)
-                shown = computed
-            except TensorsWithheld as error:
-                log.info("audit %d: %s", order.audit, error)
-        done = await worker.audit(
-            order.step, order.microbatch, inputs, shown, order.claimed, order.secret
-        )
+        shown = await self._shown(order, worker, computed)
+        done = await worker.audit(order.step, order.microbatch, inputs, shown, order.secret)
         return self._statement(order, done)
+
+    async def _shown(self, order: Audit, worker: StageWorker, path: Path) -> ShownFile | None:
+        """What the audited peer shows of what it has computed, if the order is to compare it; None
+        also if it shows nothing."""
+        comparison = order.comparison
+        if comparison is None:
+            return None
+        elements = worker.configured.own_elements + worker.configured.tied_elements
+        blocks = sampled_blocks(comparison.sample, elements * GRADIENT_ELEMENT_BYTES)
+        total_bytes = worker.sizes.computed_bytes(elements, blocks)
+        try:
+            await self._inputs.write_computed(order, blocks, total_bytes, path)
+        except TensorsWithheld as error:
+            log.info("audit %d: %s", order.audit, error)
+            return None
+        return ShownFile(path=str(path), blocks=blocks, claimed=comparison.claimed)
 
     def _statement(self, order: Audit, done: AuditDone | None) -> AuditStatement:
         member = self._member.membership.now

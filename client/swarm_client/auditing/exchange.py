@@ -105,7 +105,9 @@ class KeptServer:
         if holding is None or holding.stage != stage:
             raise AdmissionError(f"this peer does not hold stage {stage}")
         try:
-            await holding.worker.save_kept(permit.step, permit.microbatch, path, request.tensors)
+            await holding.worker.save_kept(
+                permit.step, permit.microbatch, path, request.tensors, request.blocks
+            )
         except RequestFailed as error:
             if error.code == "not_repeatable":
                 is_audited = request.tensors is KeptTensors.COMPUTED

@@ -9,7 +9,7 @@ training data. The digests in the order tell whether all fit, whichever peer giv
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -90,13 +90,15 @@ class AuditInputs:
         if not inputs_fit(order, await trio.Path(path).read_bytes(), sizes):
             raise TensorsWithheld(f"{order.peer} gave inputs that do not fit its receipt")
 
-    async def write_computed(self, order: Audit, total_bytes: int, path: Path) -> None:
-        """Write what the audited peer has computed to a file of this size. TensorsWithheld, also if
-        that takes too long: this auditor has already found other digests, and what is never shown
-        could be anything."""
+    async def write_computed(
+        self, order: Audit, blocks: Sequence[int], total_bytes: int, path: Path
+    ) -> None:
+        """Write what the audited peer has computed, with these blocks of the gradient, to a file of
+        this size. TensorsWithheld, also if that takes too long: this auditor has already found
+        other digests, and what is never shown could be anything."""
         seconds = max(order.patience_seconds, total_bytes / SLOW_UPLINK_BYTES_PER_SECOND)
         with trio.move_on_after(seconds) as waiting:
-            await self._fetch(order, order.peer, KeptTensors.COMPUTED, total_bytes, path)
+            await self._fetch(order, order.peer, KeptTensors.COMPUTED, total_bytes, path, blocks)
         if waiting.cancelled_caught:
             raise TensorsWithheld(
                 f"{order.peer} has not shown what it claims within {seconds:.1f} s"
@@ -142,12 +144,13 @@ class AuditInputs:
             file.unlink(missing_ok=True)
 
     async def _fetch(
-        self, order: Audit, holder: PeerId, tensors: KeptTensors, total_bytes: int, path: Path
-    ) -> None:
+        self, order: Audit, holder: PeerId, tensors: KeptTensors, total_bytes: int, path: Path,
+        blocks: Sequence[int] = (),
+    ) -> None:  # fmt: skip
         record = self._member.roster.get(holder)
         if record is None:
             raise SwarmError(f"{holder} is not in the roster")
-        request = KeptRequest(permit=order.permit, tensors=tensors)
+        request = KeptRequest(permit=order.permit, tensors=tensors, blocks=tuple(blocks))
         try:
             await fetch_kept(self._member, record, request, total_bytes, path)
         except OSError as error:

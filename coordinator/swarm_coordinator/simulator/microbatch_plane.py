@@ -35,7 +35,9 @@ from swarm_coordinator.simulator.volunteer import (
     SHARED_UPLINK_FRACTION,
     SimulatedVolunteer,
 )
+from swarm_shared.base.transcript import GRADIENT_BLOCK_BYTES
 from swarm_shared.base.types import (
+    MAX_SAMPLED_BLOCKS,
     Generation,
     MicrobatchIndex,
     PeerId,
@@ -308,8 +310,9 @@ class MicrobatchPlane:
         size = sizes[order.stage].input_bytes
         if order.stage < self._last_stage:
             size += sizes[behind].input_gradient_bytes
-        if order.claimed is not None:
-            size, share = 4 * sizes[order.stage].parameters, 0.0
+        if order.comparison is not None:
+            sample_bytes = MAX_SAMPLED_BLOCKS * GRADIENT_BLOCK_BYTES
+            size, share = min(sample_bytes, 4 * sizes[order.stage].parameters), 0.0
         statement = self._statement(volunteer, audited.volunteer, order)
         self.transfer(
             audited, node, size,
@@ -322,7 +325,7 @@ class MicrobatchPlane:
         self, auditor: SimulatedVolunteer, audited: SimulatedVolunteer, order: Audit
     ) -> AuditStatement:
         distance = None
-        if order.claimed is not None:
+        if order.comparison is not None:
             lies = lies_in(audited.peer, audited.hardware, order.step, order.microbatch)
             distance = LIE if lies else ROUNDING
         honest = simulated_transcript(

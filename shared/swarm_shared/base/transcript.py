@@ -7,10 +7,14 @@ A transcript is part of a receipt and of an auditor's statement
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Literal
+from typing import Final, Literal
 
 from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.types import WireDigest
+
+GRADIENT_BLOCK_BYTES: Final = 2**16
+"""Bytes of a gradient's block, but for the last one. Hashing blocks of this size takes a sixth
+longer than hashing the whole, and those of 16 KiB a third (measured on two cores on 2026-11-29)."""
 
 
 class Transcript(FrozenModel):
@@ -28,7 +32,8 @@ class Transcript(FrozenModel):
     input_gradient: WireDigest | Literal[""] = ""
     """Of the gradient that was returned; empty at stage 0."""
     gradient: WireDigest
-    """Of the parameters' gradient, in the form in which it is added to the accumulator."""
+    """Of the digests of all blocks of the parameters' gradient, in the form in which it is added to
+    the accumulator."""
 
 
 class KeptTensors(StrEnum):

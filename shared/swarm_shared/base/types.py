@@ -30,6 +30,9 @@ MAX_MIRRORS: Final = 8
 """Most web folders with copies of the training data."""
 MAX_REDUCTION_MEMBERS: Final = 4096
 """Most members of one all-reduce."""
+MAX_SAMPLED_BLOCKS: Final = 64
+"""Most blocks of a gradient that an auditor compares. Of a lie in a twentieth of the blocks
+one is among them with probability 0.96."""
 MAX_EXACT_INTEGER: Final = 2**53 - 1
 """Largest whole number that JSON readers, SQLite and floats all hold exactly."""
 MAX_SENTENCE_CHARACTERS: Final = 500
@@ -156,6 +159,8 @@ CarrierPeerId = Annotated[str, ParsedAs(r"^[1-9A-HJ-NP-Za-km-z]{40,60}$")]
 Addresses = Annotated[tuple[Address, ...], Field(max_length=MAX_ADDRESSES)]
 Mirrors = Annotated[tuple[Url, ...], Field(max_length=MAX_MIRRORS)]
 Microbatches = Annotated[tuple[MicrobatchIndex, ...], Field(max_length=MAX_MICROBATCHES)]
+SampledBlocks = Annotated[tuple[Count, ...], Field(max_length=MAX_SAMPLED_BLOCKS)]
+"""Blocks of a gradient that an auditor asks for."""
 Stages = Annotated[tuple[StageIndex, ...], Field(max_length=MAX_STAGES)]
 Peers = Annotated[tuple[PeerId, ...], Field(max_length=MAX_PEERS)]
 ReceiptEnvelopes = Annotated[tuple[ReceiptEnvelope, ...], Field(max_length=MAX_MICROBATCHES)]

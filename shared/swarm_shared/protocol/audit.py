@@ -16,7 +16,7 @@ from pydantic import Field, TypeAdapter
 
 from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.transcript import KeptTensors
-from swarm_shared.base.types import Count, Envelope
+from swarm_shared.base.types import Count, Envelope, SampledBlocks
 from swarm_shared.protocol.transfer import TransferHello, TransferRefused
 
 AUDIT_PROTOCOL = "/swarmtrain/audit/1"
@@ -32,6 +32,8 @@ class KeptRequest(FrozenModel):
     permit: Envelope
     """The coordinator's signed `AuditPermit`."""
     tensors: KeptTensors
+    blocks: SampledBlocks = ()
+    """Of the gradient that was computed: these blocks, and the digests of all."""
 
 
 class KeptPart(FrozenModel):

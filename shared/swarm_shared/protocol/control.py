@@ -497,13 +497,22 @@ class AuditSources(FrozenModel):
     """The gradient of its input is the output's gradient; None at the last stage."""
 
 
+class Comparison(FrozenModel):
+    """What an audited peer claims, for an auditor that has computed something else."""
+
+    claimed: Transcript
+    sample: Seed
+    """The blocks of the gradient that are compared follow from it."""
+
+
 class Audit(FrozenModel):
     """An order to compute a microbatch of another peer's again, and to state what came out.
 
     The auditor fetches the inputs by AUDIT_PROTOCOL, from the audited peer unless there are
     `sources`. They fit if their digests are `input`, `output_gradient` and, at the last stage,
-    `targets`. With `claimed` it also fetches the tensors that those digests are of from the audited
-    peer, and states the distance to what it computed.
+    `targets`. With a `comparison` it also fetches the tensors that the claimed digests are of from
+    the audited peer, of a large gradient only a sample, and states the distance to what it
+    computed.
     """
 
     kind: Literal["audit"] = "audit"
@@ -517,7 +526,7 @@ class Audit(FrozenModel):
     output_gradient: WireDigest | Literal[""]
     targets: WireDigest | Literal[""] = ""
     """Empty but at the last stage."""
-    claimed: Transcript | None = None
+    comparison: Comparison | None = None
     sources: AuditSources | None = None
     patience_seconds: Seconds
     """Seconds after which the audited peer is asked instead of `sources`, or has withheld the

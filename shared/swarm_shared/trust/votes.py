@@ -78,7 +78,8 @@ def finding(
         return None
     if statement.distance is None:
         return Finding.WITHHELD
-    return Finding.AGREES if statement.distance <= tolerance else Finding.DIFFERS
+    # Without a tolerance only equal digests agree: a distance of 0 may be that of a sample.
+    return Finding.AGREES if statement.distance <= tolerance > 0.0 else Finding.DIFFERS
 
 
 def _losses_agree(claimed: float | None, computed: float | None, tolerance: float) -> bool:

@@ -93,6 +93,8 @@ class World:
     """What each peer gives; a peer that is not in it refuses."""
     asked: list[tuple[str, KeptTensors]] = field(default_factory=list)
     stalls: set[str] = field(default_factory=set)
+    blocks: tuple[int, ...] = ()
+    """Of a gradient, as asked for last."""
     audits: int = 0
     folder: Path = Path()
 
@@ -166,9 +168,11 @@ async def world(folder: Path, **given: bytes) -> AsyncIterator[World]:
 
 
 async def _save(
-    found: World, name: str, step: int, microbatch: int, path: Path, tensors: KeptTensors
-) -> None:
+    found: World, name: str, step: int, microbatch: int, path: Path, tensors: KeptTensors,
+    blocks: tuple[int, ...],
+) -> None:  # fmt: skip
     assert (step, microbatch) == (1, 0)
+    found.blocks = blocks
     found.asked.append((name, tensors))
     if name in found.stalls:
         await trio.sleep_forever()
@@ -260,12 +264,22 @@ async def test_an_audited_peer_that_lets_its_auditor_wait_for_the_inputs_is_left
         assert not isinstance(error.value, TensorsWithheld)
 
 
+async def test_of_a_gradient_an_auditor_gets_the_blocks_that_it_asks_for(tmp_path: Path) -> None:
+    async with world(tmp_path, audited=ALL) as found:
+        inputs, path = AuditInputs(found.members["auditor"], found), tmp_path / "shown"
+        await inputs.write_computed(hidden(found), (3, 17), len(ALL), path)
+        assert path.read_bytes() == ALL
+        assert found.blocks == (3, 17)
+
+
 async def test_what_a_peer_claims_and_does_not_show_in_time_is_withheld(tmp_path: Path) -> None:
     async with world(tmp_path) as found:
         found.stalls.add("audited")
         inputs = AuditInputs(found.members["auditor"], found)
         with pytest.raises(TensorsWithheld, match=r"has not shown what it claims within 0\.2 s"):
-            await inputs.write_computed(hidden(found, patience_seconds=0.2), 8, tmp_path / "shown")
+            await inputs.write_computed(
+                hidden(found, patience_seconds=0.2), (), 8, tmp_path / "shown"
+            )
 
 
 async def test_large_tensors_have_the_time_that_a_slow_uplink_takes(tmp_path: Path) -> None:
@@ -275,7 +289,7 @@ async def test_large_tensors_have_the_time_that_a_slow_uplink_takes(tmp_path: Pa
         nbytes = int(0.4 * SLOW_UPLINK_BYTES_PER_SECOND)
         with pytest.raises(TensorsWithheld, match=r"within 0\.4 s"):
             await inputs.write_computed(
-                hidden(found, patience_seconds=0.1), nbytes, tmp_path / "shown"
+                hidden(found, patience_seconds=0.1), (), nbytes, tmp_path / "shown"
             )
 
 

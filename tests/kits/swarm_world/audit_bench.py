@@ -58,7 +58,8 @@ def contradict(bench: Bench, auditor: str, order: Audit, distance: float | None 
     """The auditor finds another gradient, and that it is far from what is claimed."""
     bench.audited(auditor, order, false(order))
     again = bench.sent(auditor, Audit)[-1]
-    assert again.claimed == true(order)
+    assert again.comparison is not None
+    assert again.comparison.claimed == true(order)
     bench.audited(auditor, again, false(order), distance=distance)
 
 

@@ -105,13 +105,13 @@ def _state(stage: Stage, message: Audit) -> AuditStatement:
     if not given:
         audited.shown.add((int(message.step), int(message.microbatch)))
     claimed = None
-    if not given or message.claimed is not None:
+    if not given or message.comparison is not None:
         claimed = _shown(world, message.peer, message.stage, message)
     variant = peer.machine
     lies = peer.lies and world.rng.random() < FALSE_STATEMENT_SHARE
     computed = transcript(stage, message.step, message.microbatch, LIE if lies else variant)
     distance = None
-    if message.claimed is not None and claimed == message.claimed:
+    if message.comparison is not None and claimed == message.comparison.claimed:
         distance = 1.0 if lies != (audited.lies and claimed_lie(stage, message)) else 1e-6
     return AuditStatement(
         run=RunId("run"), generation=peer.generation, audit=message.audit, step=message.step,
@@ -151,4 +151,5 @@ def _shown(world: World, peer: PeerId, stage: StageIndex, message: Audit) -> Tra
 
 
 def claimed_lie(stage: Stage, message: Audit) -> bool:
-    return message.claimed == transcript(stage, message.step, message.microbatch, LIE)
+    lie = transcript(stage, message.step, message.microbatch, LIE)
+    return message.comparison is not None and message.comparison.claimed == lie

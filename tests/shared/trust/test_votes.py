@@ -68,6 +68,15 @@ def test_a_statement_agrees_differs_or_asks_for_the_tensors(
     assert finding(claim, statement(**changes), TOLERANCE, compared=compared) is found
 
 
+def test_without_a_tolerance_only_equal_digests_agree() -> None:
+    """The distance of a sample is 0 where all that differs is beside it."""
+    other = {"transcript": OTHER, "distance": 0.0}
+    claim = Claim(TRUE, 100.0)
+    assert finding(claim, statement(**other), TOLERANCE, compared=True) is Finding.AGREES
+    assert finding(claim, statement(**other), 0.0, compared=True) is Finding.DIFFERS
+    assert finding(claim, statement(), 0.0, compared=True) is Finding.AGREES
+
+
 @pytest.mark.parametrize(
     ("given_votes", "entitled", "expected"),
     [

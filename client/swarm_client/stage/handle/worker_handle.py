@@ -29,7 +29,7 @@ from swarm_client.stage.protocol.errors import RequestFailed, WorkerDied
 from swarm_client.stage.protocol.slot_sizes import SlotSizes, slot_sizes
 from swarm_shared.base.error_groups import single_error_unwrapped
 from swarm_shared.base.text import memory_text
-from swarm_shared.base.transcript import KeptTensors, Transcript
+from swarm_shared.base.transcript import KeptTensors
 from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step, Version
 from swarm_shared.protocol.framing import Buffer
 from swarm_shared.run.manifest import Manifest
@@ -152,25 +152,25 @@ class StageWorker:
     # ---- audits
 
     async def save_kept(
-        self, step: Step, microbatch: MicrobatchIndex, path: Path, tensors: KeptTensors
-    ) -> None:
-        """Write tensors of a microbatch in the accumulator to a file. RequestFailed:
-        unknown_microbatch when it is not kept. Cancelling the call discards it."""
+        self, step: Step, microbatch: MicrobatchIndex, path: Path, tensors: KeptTensors,
+        blocks: Sequence[int] = (),
+    ) -> None:  # fmt: skip
+        """Write tensors of a microbatch in the accumulator to a file; of the gradient that was
+        computed these blocks. RequestFailed: unknown_microbatch when it is not kept. Cancelling the
+        call discards it."""
         request = messages.SaveKept(
-            step=step, microbatch=microbatch, path=str(path), tensors=tensors
+            step=step, microbatch=microbatch, path=str(path), tensors=tensors, blocks=tuple(blocks)
         )
         await self._rpc.call(request, messages.Done, on_cancel=messages.Discard)
 
     async def audit(
-        self, step: Step, microbatch: MicrobatchIndex, inputs: Path, computed: Path | None,
-        claimed: Transcript | None, secret: str | None = None,
+        self, step: Step, microbatch: MicrobatchIndex, inputs: Path,
+        shown: messages.ShownFile | None, secret: str | None,
     ) -> messages.AuditDone:  # fmt: skip
         """Compute another peer's microbatch from files; see `messages.RunAudit`."""
         request = messages.RunAudit(
-            step=step, microbatch=microbatch, inputs_path=str(inputs),
-            computed_path=None if computed is None else str(computed), claimed=claimed,
-            secret=secret,
-        )  # fmt: skip
+            step=step, microbatch=microbatch, inputs_path=str(inputs), shown=shown, secret=secret
+        )
         return await self._rpc.call(request, messages.AuditDone)
 
     # ---- control

@@ -38,6 +38,7 @@ from pydantic import Field, TypeAdapter
 from swarm_client.ipc.numbered import Failure, Numbered, RequestNumber
 from swarm_client.machine.device_names import NAME_PATTERN
 from swarm_client.stage.protocol.errors import FailureCode, RequestFailed
+from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.transcript import KeptTensors, Transcript
 from swarm_shared.base.types import (
     MAX_REDUCTION_MEMBERS,
@@ -45,6 +46,7 @@ from swarm_shared.base.types import (
     LinearDigests,
     Magnitude,
     MicrobatchIndex,
+    SampledBlocks,
     Seed,
     StageIndex,
     Step,
@@ -139,29 +141,38 @@ class RunWeights(Numbered):
 
 class SaveKept(Numbered):
     """Write tensors of a microbatch in the accumulator to `path`, for an auditor. What is computed
-    is written as `AuditedTensors`."""
+    is written as `ShownTensors`, with these blocks of the gradient."""
 
     kind: Literal["save_kept"] = "save_kept"
     step: Step
     microbatch: MicrobatchIndex
     path: str
     tensors: KeptTensors
+    blocks: SampledBlocks = ()
+
+
+class ShownFile(FrozenModel):
+    """The file of what another peer shows of a microbatch (`ShownTensors`)."""
+
+    path: str
+    blocks: SampledBlocks
+    """The blocks of the gradient that are in it."""
+    claimed: Transcript
+    """The digests that its content must have."""
 
 
 class RunAudit(Numbered):
     """Compute a microbatch of another peer's from the file of its inputs; nothing is accumulated.
 
-    With `computed_path`, the file of what the other peer has computed, measure the distance to it,
-    if the file has the digests that are `claimed`. With `secret`, compute the linear digests of the
-    gradient where it is counted exactly.
+    With `shown`, measure the distance to what the other peer has computed. With `secret`, compute
+    the linear digests of the gradient where it is counted exactly.
     """
 
     kind: Literal["run_audit"] = "run_audit"
     step: Step
     microbatch: MicrobatchIndex
     inputs_path: str
-    computed_path: str | None = None
-    claimed: Transcript | None = None
+    shown: ShownFile | None = None
     secret: Seed | None = None
 
 

@@ -5,8 +5,10 @@ Free of torch: the daemon and the worker both derive these from the manifest and
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from swarm_client.stage.protocol import gradient_blocks
 from swarm_shared.run.codec_sizes import DTYPE_BYTES
 from swarm_shared.run.manifest import Manifest
 
@@ -44,11 +46,12 @@ class SlotSizes:
         """Bytes of the payload of a RunForward."""
         return self.input_bytes + self.target_bytes
 
-    def computed_bytes(self, elements: int) -> int:
+    def computed_bytes(self, elements: int, blocks: Sequence[int]) -> int:
         """Bytes of what a stage of so many parameters computes of a microbatch, as an auditor
-        compares it: before encoding."""
+        compares it: before encoding, with these blocks of the gradient."""
         tensors = bool(self.output_bytes) + bool(self.input_gradient_bytes)
-        return tensors * self.tensor_bytes + elements * GRADIENT_ELEMENT_BYTES
+        shown = gradient_blocks.shown_bytes(blocks, elements * GRADIENT_ELEMENT_BYTES)
+        return tensors * self.tensor_bytes + shown
 
 
 def slot_sizes(manifest: Manifest, stage: int) -> SlotSizes:

@@ -3,10 +3,10 @@ finds.
 
 Files carry the tensors between daemon and worker, because they are larger than a slot. That of the
 inputs has the bytes that crossed the wire: the input, the targets on the last stage, the output's
-gradient on the others. That of the computed tensors has the output (not on the last stage) and the
-input's gradient (not on stage 0) as they are before the run's codecs round them, and the
-parameters' gradient as it is counted, in float32. Nothing here changes the accumulator or the
-parameters.
+gradient on the others. That of the computed tensors has the digests of all blocks of the
+parameters' gradient as it is counted, in float32, and those blocks that the auditor asks for; then
+the output (not on the last stage) and the input's gradient (not on stage 0) as they are before the
+run's codecs round them. Nothing here changes the accumulator or the parameters.
 
 Two honest machines may differ in a value by its last bit, and where that lies at the edge of a
 codec's step, by a whole step in what they send. So what is measured is the distance before
@@ -16,7 +16,8 @@ the same bytes on every machine.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,10 +25,17 @@ import torch
 from torch import Tensor
 
 from swarm_client.stage.protocol.errors import RequestFailed
-from swarm_client.stage.protocol.messages import AuditDone
+from swarm_client.stage.protocol.gradient_blocks import (
+    block_count,
+    block_range,
+    gradient_digest,
+    has_blocks,
+    shown_bytes,
+)
+from swarm_client.stage.protocol.messages import AuditDone, ShownFile
 from swarm_client.stage.protocol.slot_sizes import GRADIENT_ELEMENT_BYTES
 from swarm_client.stage.worker.accumulation.accumulator import KeptMicrobatch
-from swarm_client.stage.worker.accumulation.digests import counted_pieces
+from swarm_client.stage.worker.accumulation.digests import GradientDigest, counted_pieces
 from swarm_client.stage.worker.stage_runner import StageRunner
 from swarm_shared.base.transcript import KeptTensors, Transcript
 from swarm_shared.base.types import MAX_MAGNITUDE, LinearDigests, MicrobatchIndex, Step
@@ -39,31 +47,65 @@ from swarm_shared.identity.linear_digest import (
     check_seed,
     to_text,
 )
-from swarm_shared.identity.work_statements import wire_digest
+from swarm_shared.identity.work_statements import DIGEST_BYTES, wire_digest
 
 SMALLEST_NORM = 1e-30
 """Denominator of a distance to zeros."""
 
 
 @dataclass(frozen=True, slots=True)
-class AuditedTensors:
-    """The results of one microbatch, each as a flat tensor in host memory."""
+class ShownTensors:
+    """What one microbatch gives, as a peer shows it to an auditor; flat, in host memory."""
 
+    block_digests: bytes
+    """Those of all blocks of the parameters' gradient, one behind the other."""
+    blocks_P: Tensor  # noqa: N815
+    """The blocks that the auditor asks for, in float32 as they are counted."""
     output_N: Tensor  # noqa: N815
     """The output before it is encoded, in the model's dtype; empty on the last stage."""
     input_gradient_N: Tensor  # noqa: N815
     """The gradient of the input before it is encoded, in the model's dtype; empty on stage 0."""
-    gradient_P: Tensor  # noqa: N815
-    """The gradient of the parameters as it is counted, in float32."""
-
-    def __iter__(self) -> Iterator[Tensor]:
-        """Yield the tensors in the order of a file, in which each begins at a multiple of its
-        element size."""
-        return iter((self.gradient_P, self.output_N, self.input_gradient_N))
 
     def joined(self) -> bytes:
-        """Return the content of a file with these tensors."""
-        return b"".join(part.view(torch.uint8).numpy().tobytes() for part in self)
+        """Return the content of a file with these tensors, in which each begins at a multiple of
+        its element size."""
+        tensors = (self.blocks_P, self.output_N, self.input_gradient_N)
+        parts = (part.view(torch.uint8).numpy().tobytes() for part in tensors)
+        return self.block_digests + b"".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedTensors:
+    """What one microbatch gives, with the whole gradient; flat, in host memory."""
+
+    output_N: Tensor  # noqa: N815
+    input_gradient_N: Tensor  # noqa: N815
+    gradient_P: Tensor  # noqa: N815
+
+    def shown(self, blocks: Sequence[int]) -> ShownTensors:
+        """Return what a peer shows of this to an auditor that asks for these blocks."""
+        digest = GradientDigest()
+        digest.update(self.gradient_P)
+        whole, nbytes = self.gradient_P.view(torch.uint8), self.gradient_P.nbytes
+        ranges = [block_range(block, nbytes) for block in blocks]
+        taken = [whole[part.start : part.stop] for part in ranges]
+        blocks_P = torch.cat([whole[:0], *taken]).view(torch.float32)
+        return ShownTensors(digest.of_blocks(), blocks_P, self.output_N, self.input_gradient_N)
+
+    def distance(self, claimed: ShownTensors, own: ShownTensors) -> float:
+        """The largest relative distance of what another peer shows from what this one would.
+
+        The distance of a sample of blocks is relative to its own norm, or to that which it would
+        have if all blocks had the same one, whichever is more: blocks of small gradients, such as
+        those of tokens that hardly occur, are rounded more coarsely than the whole.
+        """
+        share = own.blocks_P.numel() / max(1, self.gradient_P.numel())
+        mean_norm = math.sqrt(share) * _norm(self.gradient_P)
+        return max(
+            _relative(claimed.output_N, own.output_N),
+            _relative(claimed.input_gradient_N, own.input_gradient_N),
+            _relative(claimed.blocks_P, own.blocks_P, mean_norm),
+        )
 
 
 class AuditRunner:
@@ -74,13 +116,15 @@ class AuditRunner:
         self._sizes = runner.sizes
 
     def save_kept(
-        self, step: Step, microbatch: MicrobatchIndex, path: Path, tensors: KeptTensors
-    ) -> None:
-        """Write tensors of an accumulated microbatch.
+        self, step: Step, microbatch: MicrobatchIndex, path: Path, tensors: KeptTensors,
+        blocks: Sequence[int] = (),
+    ) -> None:  # fmt: skip
+        """Write tensors of an accumulated microbatch; of the gradient that was computed these
+        blocks.
 
         RequestFailed: unknown_microbatch when it is not in the accumulator or its inputs are not
-        kept; bad_input for what this stage does not send; not_repeatable when it gives something
-        else than what was counted of it; storage.
+        kept; bad_input for what this stage does not send or have; not_repeatable when it gives
+        something else than what was counted of it; storage.
         """
         accumulator = self._runner.open_parameter_set(step).accumulator
         kept = accumulator.contents.kept(microbatch)
@@ -95,9 +139,11 @@ class AuditRunner:
             case KeptTensors.INPUTS:
                 content, repeats = bytes(kept.inputs + kept.output_gradient), True
             case KeptTensors.COMPUTED:
+                self._check(blocks)
                 computed, _ = self._computed(step, kept)
-                content = computed.joined()
-                repeats = counted is None or self._transcript(kept, computed) == counted
+                shown = computed.shown(blocks)
+                content = shown.joined()
+                repeats = counted is None or self._transcript(kept, shown) == counted
             case KeptTensors.OUTPUT | KeptTensors.INPUT_GRADIENT:
                 content = self._sent(step, kept, tensors)
                 repeats = counted is None or wire_digest(content) == (
@@ -130,9 +176,8 @@ class AuditRunner:
         raise RequestFailed("bad_input", f"stage {runner.stage_index} sends no {tensors}")
 
     def audit(
-        self, step: Step, inputs: Path, computed: Path | None, claimed: Transcript | None,
-        secret: str | None = None,
-    ) -> AuditDone:  # fmt: skip
+        self, step: Step, inputs: Path, shown: ShownFile | None = None, secret: str | None = None
+    ) -> AuditDone:
         """Compute a microbatch from the file of its inputs, and compare it with another peer's;
         see `swarm_client.stage.protocol.messages.RunAudit`.
 
@@ -142,24 +187,38 @@ class AuditRunner:
         size = self._sizes.request_bytes
         kept = KeptMicrobatch(bytearray(content[:size]), bytearray(content[size:]))
         own_tensors, loss_sum = self._computed(step, kept)
-        transcript = self._transcript(kept, own_tensors)
-        distance = None
-        claimed_tensors = None if computed is None else self._cut(_read(computed))
-        if (
-            claimed_tensors is not None
-            and claimed is not None
-            and self._fits(kept, claimed_tensors, claimed)
-        ):
-            distance = max(map(_relative, claimed_tensors, own_tensors))
-        sums = () if secret is None else self._sums(own_tensors.gradient_P, secret)
-        return AuditDone(transcript=transcript, loss_sum=loss_sum, distance=distance, sums=sums)
+        own = own_tensors.shown(() if shown is None else shown.blocks)
+        others = None if shown is None else self._opened(kept, shown)
+        return AuditDone(
+            transcript=self._transcript(kept, own),
+            loss_sum=loss_sum,
+            distance=None if others is None else own_tensors.distance(others, own),
+            sums=() if secret is None else self._sums(own_tensors.gradient_P, secret),
+        )
 
-    def _fits(self, kept: KeptMicrobatch, tensors: AuditedTensors, claimed: Transcript) -> bool:
-        """Whether these tensors have the digests in the transcript that a peer claims."""
+    @property
+    def _elements(self) -> int:
+        """Number of elements of the parameters' gradient."""
+        return self._runner.layout.own_count + self._runner.layout.tied_count
+
+    def _check(self, blocks: Sequence[int]) -> None:
+        """RequestFailed (bad_input) unless the gradient has these blocks, in ascending order."""
+        count = block_count(self._elements * GRADIENT_ELEMENT_BYTES)
+        if list(blocks) != sorted({block for block in blocks if 0 <= block < count}):
+            raise RequestFailed("bad_input", f"blocks that are none of {count} in ascending order")
+
+    def _opened(self, kept: KeptMicrobatch, shown: ShownFile) -> ShownTensors | None:
+        """The tensors in another peer's file; None if they do not have the claimed digests."""
+        tensors = self._cut(_read(Path(shown.path)), shown.blocks)
+        if tensors is None:
+            return None
         try:
-            return self._transcript(kept, tensors) == claimed
+            is_claimed = self._transcript(kept, tensors) == shown.claimed
         except CodecError:
-            return False
+            return None
+        content = tensors.blocks_P.view(torch.uint8).numpy().data
+        has_all = has_blocks(tensors.block_digests, shown.blocks, content)
+        return tensors if is_claimed and has_all else None
 
     def _sums(self, gradient_P: Tensor, secret: str) -> tuple[LinearDigests, ...]:
         """Linear digests of each part of a gradient, for each check that follows from the secret;
@@ -177,7 +236,7 @@ class AuditRunner:
             for name, part_P in parts
         )
 
-    def _computed(self, step: Step, kept: KeptMicrobatch) -> tuple[AuditedTensors, float | None]:
+    def _computed(self, step: Step, kept: KeptMicrobatch) -> tuple[ComputedTensors, float | None]:
         """Compute the microbatch here; return its tensors, and the loss on the last stage."""
         runner = self._runner
         result = runner.compute_again(runner.open_parameter_set(step), kept)
@@ -195,24 +254,26 @@ class AuditRunner:
         gradient_P = torch.cat(
             [torch.zeros(0), *(piece.detach().reshape(-1).float().cpu() for piece in pieces)]
         )
-        return AuditedTensors(output_N, input_gradient_N, gradient_P), loss_sum
+        return ComputedTensors(output_N, input_gradient_N, gradient_P), loss_sum
 
-    def _cut(self, content: bytes) -> AuditedTensors | None:
+    def _cut(self, content: bytes, blocks: Sequence[int]) -> ShownTensors | None:
         """The tensors in another peer's file; None if it has another size than such a file."""
         sizes, dtype = self._sizes, DTYPES[self._runner.manifest.training.dtype]
-        elements = self._runner.layout.own_count + self._runner.layout.tied_count
-        if len(content) != sizes.computed_bytes(elements):
+        if len(content) != sizes.computed_bytes(self._elements, blocks):
             return None
-        whole = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        end = elements * GRADIENT_ELEMENT_BYTES
+        nbytes = self._elements * GRADIENT_ELEMENT_BYTES
+        begin = block_count(nbytes) * DIGEST_BYTES
+        end = shown_bytes(blocks, nbytes)
         middle = end + (sizes.tensor_bytes if sizes.output_bytes else 0)
-        return AuditedTensors(
+        whole = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        return ShownTensors(
+            content[:begin],
+            whole[begin:end].view(torch.float32),
             whole[end:middle].view(dtype),
             whole[middle:].view(dtype),
-            whole[:end].view(torch.float32),
         )
 
-    def _transcript(self, kept: KeptMicrobatch, tensors: AuditedTensors) -> Transcript:
+    def _transcript(self, kept: KeptMicrobatch, tensors: ShownTensors) -> Transcript:
         """The transcript of a peer that got `kept` and computed these. CodecError where no codec
         can encode them."""
         sizes, codec = self._sizes, self._runner.codec
@@ -230,15 +291,20 @@ class AuditRunner:
             output=output,
             output_gradient=output_gradient,
             input_gradient=input_gradient,
-            gradient=wire_digest(tensors.gradient_P.view(torch.uint8).numpy().data),
+            gradient=gradient_digest(tensors.block_digests),
         )
 
 
-def _relative(claimed: Tensor, own: Tensor) -> float:
-    """The relative L2 distance of `claimed` from `own`; MAX_MAGNITUDE for what is not finite."""
+def _relative(claimed: Tensor, own: Tensor, least_norm: float = SMALLEST_NORM) -> float:
+    """The L2 distance of `claimed` from `own`, relative to the norm of `own`, or to a least one;
+    MAX_MAGNITUDE for what is not finite."""
     difference = float((claimed.double() - own.double()).norm())
-    distance = difference / max(float(own.double().norm()), SMALLEST_NORM)
+    distance = difference / max(_norm(own), least_norm, SMALLEST_NORM)
     return distance if distance <= MAX_MAGNITUDE else MAX_MAGNITUDE
+
+
+def _norm(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
 
 
 def _read(path: Path) -> bytes:

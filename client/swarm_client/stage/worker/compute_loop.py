@@ -231,15 +231,14 @@ class ComputeLoop:
         match request:
             case messages.SaveKept():
                 self._auditing.save_kept(
-                    request.step, request.microbatch, Path(request.path), request.tensors
-                )
+                    request.step, request.microbatch, Path(request.path), request.tensors,
+                    request.blocks,
+                )  # fmt: skip
                 return messages.Done()
             case messages.RunAudit():
-                computed = None if request.computed_path is None else Path(request.computed_path)
                 return self._auditing.audit(
-                    request.step, Path(request.inputs_path), computed, request.claimed,
-                    request.secret,
-                )  # fmt: skip
+                    request.step, Path(request.inputs_path), request.shown, request.secret
+                )
 
     def _cell_of(self, request: Computation) -> tuple[Step, MicrobatchIndex]:
         match request:

@@ -109,6 +109,10 @@ class OpenAudit:
     then. A device may show another owner with each hello."""
     secret: str = ""
     """The secret of the digests that the auditor also states; empty outside of whole audits."""
+    sample: str = ""
+    """The seed of the blocks of the gradient that all auditors of this receipt compare: drawn when
+    the first one does, so that the audited peer has signed before. Auditors that compared different
+    blocks could contradict each other."""
     confirms: bool = False
     """Whether the audit repeats another one to confirm what its auditor has stated. Such an audit
     goes on when the cell no longer counts."""
@@ -315,4 +319,4 @@ class AuditBook:
 
 def no_audits() -> AuditBook:
     """A book that draws no cell."""
-    return AuditBook(AuditSettings(audit_share=0.0, probation_cells=0), lambda: 1.0)
+    return AuditBook(AuditSettings(audit_share=0.0, probation_cells=0), lambda: 0.5)

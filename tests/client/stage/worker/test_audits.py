@@ -19,18 +19,21 @@ from kits.client.stage_runners import (
     through,
     with_codecs,
 )
+from swarm_client.stage.protocol import gradient_blocks, messages
 from swarm_client.stage.protocol.errors import RequestFailed
+from swarm_client.stage.protocol.gradient_blocks import BlockDigests, gradient_digest
 from swarm_client.stage.worker.accumulation.accumulator import KeptMicrobatch
-from swarm_client.stage.worker.audits import AuditRunner
+from swarm_client.stage.worker.audits import AuditRunner, ComputedTensors
 from swarm_client.stage.worker.parameter_versions import ParameterSet
 from swarm_client.stage.worker.stage_runner import ComputedAgain, StageRunner
 from swarm_client.stage.worker.step_runner import StepRunner
 from swarm_coordinator.configuration.run_settings import TOLERANCES
-from swarm_shared.base.transcript import KeptTensors
-from swarm_shared.base.types import MicrobatchIndex, StageIndex
+from swarm_shared.base.transcript import KeptTensors, Transcript
+from swarm_shared.base.types import Generation, MicrobatchIndex, RunId, StageIndex
 from swarm_shared.codecs.tensors import round_trip
+from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.linear_digest import CHECKS_PER_SECRET, check_seed, digest_sum, from_text
-from swarm_shared.identity.work_statements import wire_digest
+from swarm_shared.identity.work_statements import AuditStatement
 from swarm_shared.run.codec_sizes import (
     ACTIVATION_CODECS,
     ActivationCodec,
@@ -39,11 +42,19 @@ from swarm_shared.run.codec_sizes import (
 )
 from swarm_shared.run.manifest import Manifest
 from swarm_shared.run.model_config import ComputeDtype
+from swarm_shared.trust.votes import Claim, Finding, finding
 
 MICROBATCH = MicrobatchIndex(5)
 SEED = "5eed" * 8
+ALL = (0,)
+"""The blocks of a small gradient."""
+BLOCK_ELEMENTS = gradient_blocks.BLOCK_BYTES // 4
 ROUNDING = 5e-5
 """Relative difference of two machines that round otherwise; within the tolerance of audits."""
+
+
+def shown_in(path: Path, claimed: Transcript, blocks: tuple[int, ...] = ALL) -> messages.ShownFile:
+    return messages.ShownFile(path=str(path), blocks=blocks, claimed=claimed)
 
 
 @pytest.mark.parametrize("codec", ["none", "int8"])
@@ -56,8 +67,8 @@ def test_an_auditor_that_computes_alike_finds_the_receipts_transcript(
     for peer, auditor, receipt in zip(audited, auditors, receipts, strict=True):
         inputs, computed = tmp_path / "inputs", tmp_path / "computed"
         AuditRunner(peer).save_kept(STEP, MICROBATCH, inputs, KeptTensors.INPUTS)
-        AuditRunner(peer).save_kept(STEP, MICROBATCH, computed, KeptTensors.COMPUTED)
-        found = AuditRunner(auditor).audit(STEP, inputs, computed, receipt)
+        AuditRunner(peer).save_kept(STEP, MICROBATCH, computed, KeptTensors.COMPUTED, ALL)
+        found = AuditRunner(auditor).audit(STEP, inputs, shown_in(computed, receipt))
         assert found.transcript == receipt
         assert found.distance == 0.0
         assert (found.loss_sum is not None) == (peer is audited[-1])
@@ -115,12 +126,12 @@ def test_an_audit_changes_neither_accumulator_nor_parameters_nor_transcripts(
         for runner in with_audits:
             audits = AuditRunner(runner)
             audits.save_kept(STEP, MICROBATCH, tmp_path / "inputs", KeptTensors.INPUTS)
-            audits.save_kept(STEP, MICROBATCH, tmp_path / "computed", KeptTensors.COMPUTED)
+            audits.save_kept(STEP, MICROBATCH, tmp_path / "computed", KeptTensors.COMPUTED, ALL)
             if runner is not with_audits[-1]:
                 audits.save_kept(STEP, MICROBATCH, tmp_path / "sent", KeptTensors.OUTPUT)
             if runner is not with_audits[0]:
                 audits.save_kept(STEP, MICROBATCH, tmp_path / "sent", KeptTensors.INPUT_GRADIENT)
-            audits.audit(STEP, tmp_path / "inputs", None, None)
+            audits.audit(STEP, tmp_path / "inputs")
     for one, other in zip(with_audits, without, strict=True):
         assert torch.equal(one.accumulator.totals(), other.accumulator.totals())
         assert one.accumulator.transcripts == other.accumulator.transcripts
@@ -134,13 +145,14 @@ def test_what_differs_is_found_and_measured_if_it_has_the_claimed_digests(tmp_pa
     receipt = through(audited, MICROBATCH).transcripts()[1]
     inputs, computed = tmp_path / "inputs", tmp_path / "computed"
     AuditRunner(audited[1]).save_kept(STEP, MICROBATCH, inputs, KeptTensors.INPUTS)
-    AuditRunner(audited[1]).save_kept(STEP, MICROBATCH, computed, KeptTensors.COMPUTED)
+    AuditRunner(audited[1]).save_kept(STEP, MICROBATCH, computed, KeptTensors.COMPUTED, ALL)
     content, zeros = computed.read_bytes(), bytes(4 * audited[1].layout.own_count)
-    computed.write_bytes(zeros + content[len(zeros) :])
-    unlike = AuditRunner(auditors[1]).audit(STEP, inputs, computed, receipt)
+    digests = joined_digests(zeros)
+    computed.write_bytes(digests + zeros + content[len(digests + zeros) :])
+    unlike = AuditRunner(auditors[1]).audit(STEP, inputs, shown_in(computed, receipt))
     assert unlike.distance is None  # these are not the tensors of the receipt
-    claimed = receipt.model_copy(update={"gradient": wire_digest(zeros)})
-    found = AuditRunner(auditors[1]).audit(STEP, inputs, computed, claimed)
+    claimed = receipt.model_copy(update={"gradient": gradient_digest(digests)})
+    found = AuditRunner(auditors[1]).audit(STEP, inputs, shown_in(computed, claimed))
     assert found.distance == pytest.approx(1.0)
     assert found.transcript == receipt != claimed
 
@@ -159,9 +171,15 @@ def test_a_peer_whose_second_computation_gives_something_else_shows_it_to_nobody
         audits = AuditRunner(runner)
         audits.save_kept(STEP, MICROBATCH, tmp_path / "inputs", KeptTensors.INPUTS)
         with pytest.raises(RequestFailed, match="when it is computed again") as failed:
-            audits.save_kept(STEP, MICROBATCH, tmp_path / "computed", KeptTensors.COMPUTED)
+            audits.save_kept(STEP, MICROBATCH, tmp_path / "computed", KeptTensors.COMPUTED, ALL)
         assert failed.value.code == "not_repeatable"
     assert not (tmp_path / "computed").exists()
+
+
+def joined_digests(gradient: bytes) -> bytes:
+    digests = BlockDigests()
+    digests.update(memoryview(gradient))
+    return digests.joined()
 
 
 class UnlikeRunner(StageRunner):
@@ -204,9 +222,9 @@ def test_no_codec_makes_the_distance_of_unlike_machines_larger_than_their_roundi
             audited.accumulator.contents.add(MicrobatchIndex(microbatch), kept)
             shows = AuditRunner(audited)
             shows.save_kept(STEP, MicrobatchIndex(microbatch), inputs, KeptTensors.INPUTS)
-            shows.save_kept(STEP, MicrobatchIndex(microbatch), computed, KeptTensors.COMPUTED)
-            receipt = shows.audit(STEP, inputs, None, None).transcript
-            found = AuditRunner(auditor).audit(STEP, inputs, computed, receipt)
+            shows.save_kept(STEP, MicrobatchIndex(microbatch), computed, KeptTensors.COMPUTED, ALL)
+            receipt = shows.audit(STEP, inputs).transcript
+            found = AuditRunner(auditor).audit(STEP, inputs, shown_in(computed, receipt))
             assert found.transcript != receipt
             assert found.distance == pytest.approx(ROUNDING, rel=0.3)
             sent_apart = max(sent_apart, _sent_apart(audited, auditor, kept))
@@ -259,10 +277,127 @@ def test_unlike_machines_agree_within_the_tolerance_of_their_dtype(
         auditor = RoundsWithin(manifest, audited.stage_index, CPU, PLENTY, PLENTY)
         shows = AuditRunner(audited)
         shows.save_kept(STEP, MICROBATCH, inputs, KeptTensors.INPUTS)
-        shows.save_kept(STEP, MICROBATCH, computed, KeptTensors.COMPUTED)
-        distance = AuditRunner(auditor).audit(STEP, inputs, computed, receipt).distance
+        shows.save_kept(STEP, MICROBATCH, computed, KeptTensors.COMPUTED, ALL)
+        distance = AuditRunner(auditor).audit(STEP, inputs, shown_in(computed, receipt)).distance
         assert distance is not None
         assert least < distance <= TOLERANCES[dtype]
+
+
+# ---- samples of a large gradient
+
+
+class LiesAt(StageRunner):
+    """A machine with another gradient in one place."""
+
+    place = 0
+
+    def compute_again(self, parameter_set: ParameterSet, kept: KeptMicrobatch) -> ComputedAgain:
+        done = super().compute_again(parameter_set, kept)
+        flat = torch.cat([gradient.reshape(-1) for gradient in done.gradients])
+        flat[self.place] += 100.0 * flat.norm()
+        sizes = [gradient.numel() for gradient in done.gradients]
+        parts = zip(flat.split(sizes), done.gradients, strict=True)
+        gradients = [part.reshape(gradient.shape) for part, gradient in parts]
+        return ComputedAgain(done.output, done.input_gradient, gradients)
+
+
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradient_blocks, "BLOCK_BYTES", 256)
+
+
+def a_liar(place: int, tmp_path: Path) -> tuple[AuditRunner, AuditRunner, Transcript]:
+    """A liar and an honest peer of the middle stage, and the liar's receipt of a microbatch whose
+    inputs are in a file."""
+    manifest = make_manifest(3)
+    runners = runners_of(manifest)
+    through(runners, MICROBATCH)
+    liar = LiesAt(manifest, StageIndex(1), CPU, PLENTY, PLENTY)
+    liar.place = place
+    kept = runners[1].accumulator.contents.kept(MICROBATCH)
+    assert kept is not None
+    liar.accumulator.contents.add(MICROBATCH, kept)
+    shows = AuditRunner(liar)
+    shows.save_kept(STEP, MICROBATCH, tmp_path / "inputs", KeptTensors.INPUTS)
+    return shows, AuditRunner(runners[1]), shows.audit(STEP, tmp_path / "inputs").transcript
+
+
+@pytest.mark.parametrize("blocks", [(2,), (0, 2, 5)])
+def test_a_lie_in_a_block_of_the_sample_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocks: tuple[int, ...]
+) -> None:
+    small_blocks(monkeypatch)
+    liar, auditor, claimed = a_liar(2 * 64 + 9, tmp_path)
+    liar.save_kept(STEP, MICROBATCH, tmp_path / "shown", KeptTensors.COMPUTED, blocks)
+    found = auditor.audit(STEP, tmp_path / "inputs", shown_in(tmp_path / "shown", claimed, blocks))
+    assert found.transcript != claimed
+    assert found.distance is not None
+    assert found.distance > 1.0
+
+
+def test_a_lie_beside_the_sample_is_none_to_unlike_machines_and_one_to_a_machine_that_is_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_blocks(monkeypatch)
+    liar, auditor, claimed = a_liar(2 * 64 + 9, tmp_path)
+    liar.save_kept(STEP, MICROBATCH, tmp_path / "shown", KeptTensors.COMPUTED, (1, 3))
+    found = auditor.audit(STEP, tmp_path / "inputs", shown_in(tmp_path / "shown", claimed, (1, 3)))
+    assert found.distance == 0.0
+    identities = [Identity.from_seed(letter * 32) for letter in (b"a", b"b")]
+    statement = AuditStatement(
+        run=RunId("run"), generation=Generation(1), audit=1, step=STEP, microbatch=MICROBATCH,
+        stage=StageIndex(1), peer=identities[0].peer_id, auditor=identities[1].peer_id,
+        transcript=found.transcript, distance=found.distance,
+    )  # fmt: skip
+    claim = Claim(claimed, None)
+    assert finding(claim, statement, 1e-4, compared=True) is Finding.AGREES
+    assert finding(claim, statement, 0.0, compared=True) is Finding.DIFFERS
+
+
+def test_blocks_that_the_receipt_does_not_bind_are_not_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_blocks(monkeypatch)
+    liar, auditor, claimed = a_liar(2 * 64 + 9, tmp_path)
+    lie, honest, shown = tmp_path / "lie", tmp_path / "honest", tmp_path / "shown"
+    liar.save_kept(STEP, MICROBATCH, lie, KeptTensors.COMPUTED, (2,))
+    auditor.save_kept(STEP, MICROBATCH, honest, KeptTensors.COMPUTED, (2,))
+    digests = 16 * gradient_blocks.block_count(4 * auditor._elements)
+    # The digests that were counted with another block, and a list of digests that was not counted.
+    for first, rest in ((lie, honest), (honest, lie), (honest, honest)):
+        shown.write_bytes(first.read_bytes()[:digests] + rest.read_bytes()[digests:])
+        found = auditor.audit(STEP, tmp_path / "inputs", shown_in(shown, claimed, (2,)))
+        assert found.distance is None
+    found = auditor.audit(STEP, tmp_path / "inputs", shown_in(lie, claimed, (2,)))
+    assert found.distance is not None
+
+
+def test_blocks_of_small_gradients_are_measured_by_the_mean_of_all() -> None:
+    """In such a block honest machines may differ by more than the tolerance of its own norm."""
+    gradient = torch.ones(4 * BLOCK_ELEMENTS)
+    gradient[BLOCK_ELEMENTS : 2 * BLOCK_ELEMENTS] = 1e-6
+    other = gradient.clone()
+    other[BLOCK_ELEMENTS : 2 * BLOCK_ELEMENTS] *= 1.5
+    none = torch.zeros(0)
+    own, claimed = (ComputedTensors(none, none, one) for one in (gradient, other))
+    for blocks, expected in (((1,), 0.5e-6 / (3 / 4) ** 0.5), ((0, 1), 0.5e-6 / 1.5**0.5)):
+        shown = own.shown(blocks)
+        distance = own.distance(claimed.shown(blocks), shown)
+        assert distance == pytest.approx(expected, rel=1e-3)
+    far = ComputedTensors(none, none, -gradient)
+    assert own.distance(far.shown((0,)), own.shown((0,))) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("blocks", [(1,), (0, 0), (0, 7), (-1,)])
+def test_only_blocks_of_the_gradient_in_ascending_order_are_shown(
+    tmp_path: Path, blocks: tuple[int, ...]
+) -> None:
+    runners = runners_of(make_manifest(3))
+    through(runners, MICROBATCH)
+    with pytest.raises(RequestFailed, match="none of 1 in ascending order") as failed:
+        AuditRunner(runners[0]).save_kept(
+            STEP, MICROBATCH, tmp_path / "computed", KeptTensors.COMPUTED, blocks
+        )
+    assert failed.value.code == "bad_input"
 
 
 @pytest.mark.parametrize("content", [b"", b"short", np.float32("nan").tobytes()])
@@ -274,11 +409,11 @@ def test_a_file_that_is_not_of_the_receipt_gives_no_distance(
     inputs, computed = tmp_path / "inputs", tmp_path / "computed"
     audits = AuditRunner(runners[1])
     audits.save_kept(STEP, MICROBATCH, inputs, KeptTensors.INPUTS)
-    audits.save_kept(STEP, MICROBATCH, computed, KeptTensors.COMPUTED)
-    assert audits.audit(STEP, inputs, computed, receipt).distance == 0.0
+    audits.save_kept(STEP, MICROBATCH, computed, KeptTensors.COMPUTED, ALL)
+    assert audits.audit(STEP, inputs, shown_in(computed, receipt)).distance == 0.0
     right = computed.read_bytes()
     computed.write_bytes(content if len(content) != 4 else right[:-4] + content)
-    assert audits.audit(STEP, inputs, computed, receipt).distance is None
+    assert audits.audit(STEP, inputs, shown_in(computed, receipt)).distance is None
 
 
 def averaging(manifest: Manifest, codec: AverageCodec) -> Manifest:
@@ -319,7 +454,7 @@ def test_what_auditors_find_adds_up_to_what_a_member_puts_in(
         for number in (5, 6, 7):
             inputs = tmp_path / "inputs"
             AuditRunner(peer).save_kept(STEP, MicrobatchIndex(number), inputs, KeptTensors.INPUTS)
-            found.append(AuditRunner(auditor).audit(STEP, inputs, None, None, SEED).sums)
+            found.append(AuditRunner(auditor).audit(STEP, inputs, None, SEED).sums)
         for check in range(CHECKS_PER_SECRET):
             for index, parts in enumerate(digests_of(peer, stops, check_seed(SEED, check))):
                 of_cells = digest_sum(from_text(sums[index][check]) for sums in found)
@@ -330,7 +465,7 @@ def test_sums_are_digested_only_where_they_are_exact_and_in_whole_slices(tmp_pat
     runners = runners_of(averaging(make_manifest(3), "float16"))
     through(runners, MICROBATCH)
     AuditRunner(runners[0]).save_kept(STEP, MICROBATCH, tmp_path / "inputs", KeptTensors.INPUTS)
-    assert AuditRunner(runners[0]).audit(STEP, tmp_path / "inputs", None, None, SEED).sums == ()
+    assert AuditRunner(runners[0]).audit(STEP, tmp_path / "inputs", None, SEED).sums == ()
     count = runners[0].layout.own_count
     with pytest.raises(RequestFailed, match="rounded"):
         digests_of(runners[0], {"own": (count,)}, SEED)

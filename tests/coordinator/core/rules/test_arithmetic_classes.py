@@ -91,7 +91,7 @@ class Fleet:
             order.step, order.microbatch, order.stage, StageIndex(1), states
         )
         distance = None
-        if order.claimed is not None:
+        if order.comparison is not None:
             lied = LIE in (states, variant(signed)) or states == LIE + 1
             distance = self.stated.get(auditor, BELOW_TOLERANCE if lied else ROUNDING)
         self.bench.audited(auditor, order, computed, distance=distance)

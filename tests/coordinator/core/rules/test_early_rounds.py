@@ -215,7 +215,7 @@ def test_what_an_expelled_peer_has_counted_does_not_stay_in_an_average() -> None
             continue
         if order.stage == 1:
             false = held.transcript.model_copy(update={"gradient": OTHER_DIGEST})
-            distance = 1.0 if order.claimed else None
+            distance = 1.0 if order.comparison else None
             bench.audited(auditor, order, false, distance=distance)
         else:
             bench.audited(auditor, order, held.transcript)

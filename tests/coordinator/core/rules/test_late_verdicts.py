@@ -36,7 +36,7 @@ class Lots:
         self.audits = False
 
     def __call__(self) -> float:
-        return 0.0 if self.audits else 1.0
+        return 0.0 if self.audits else 0.99
 
 
 def training(settings: AuditSettings = ROLLS_BACK, **options: Any) -> tuple[Bench, Lots]:
@@ -80,7 +80,7 @@ def lose_audit(bench: Bench, lots: Lots, liar: str = LIAR) -> None:
     found = bench.receipt(liar, 0).transcript
     while pending := orders(bench, liar):
         auditor, order = pending[0]
-        changes = {} if order.claimed is None else {"distance": 1.0}
+        changes = {} if order.comparison is None else {"distance": 1.0}
         bench.audited(auditor, order, other(found), **changes)
     assert liar not in bench.run.peers
 
@@ -137,7 +137,7 @@ def test_of_two_owners_that_lose_at_once_the_earlier_unverified_step_decides() -
     while pending := orders(bench, "a0"):
         auditor, order = pending[0]
         lies = auditor in liars
-        distance = 1.0 if lies and order.claimed is not None else None
+        distance = 1.0 if lies and order.comparison is not None else None
         bench.audited(auditor, order, other(honest) if lies else honest, distance=distance)
     assert [record.peer for record in bench.records(VerdictRecord)] == ["b0", "c0"]
     assert roll_backs(bench) == [1], "b0 has worked on step 2, and c0 on step 3"

@@ -23,7 +23,7 @@ QUIET = AuditSettings(audit_share=0.0, probation_cells=3)
 
 def bench_of(*honest: str, crowd_owner: PeerId | None = ONE_OWNER, **options: Any) -> Bench:
     """Honest peers, each of an owner of its own, and a crowd in the first stage."""
-    bench = joined(*honest, audits=AuditBook(QUIET, lambda: 1.0), **options)
+    bench = joined(*honest, audits=AuditBook(QUIET, lambda: 0.99), **options)
     for peer in CROWD:
         bench.join(peer, 0, owner=crowd_owner)
     return bench

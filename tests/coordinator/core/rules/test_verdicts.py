@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from swarm_coordinator.core.events import (
     Note,
     ReceiptsVerified,
     Restored,
+    Send,
     StandingRecord,
     StandingsRecord,
     VerdictRecord,
@@ -60,7 +62,7 @@ def test_a_counted_cell_is_audited_by_a_peer_of_its_stage_and_not_by_itself() ->
     assert auditor in ("b0", "c0")
     assert (order.peer, order.microbatch, order.stage) == ("a0", 0, 0)
     assert (order.input, order.output_gradient) == (true(order).input, true(order).output_gradient)
-    assert order.claimed is None
+    assert order.comparison is None
 
 
 def test_the_order_names_the_targets_at_the_last_stage_only() -> None:
@@ -101,6 +103,23 @@ def test_an_owner_without_a_passed_audit_for_too_long_is_audited_in_one_cell_at_
     bench.audited(auditor, order, true(order))
     bench.report("a0", 6)
     assert not orders(bench), "one has passed"
+
+
+def test_all_auditors_of_a_receipt_compare_the_same_blocks_of_its_gradient() -> None:
+    """Otherwise one could find a difference that another one does not see, and lose by it."""
+    lots = random.Random(5)
+    samples = []
+    for _ in range(2):
+        bench = audited("a0", "b0", "c0", "a1", draw=lots.random)
+        bench.report("a0", 0)
+        contradict(bench, *the_order(bench))
+        contradict(bench, *the_order(bench))
+        sent = [one.message for one in bench.commands(Send, bench.log)]
+        compared = [one.comparison for one in sent if isinstance(one, Audit)]
+        assert [one is not None for one in compared] == [False, True] * 2
+        samples.append([one.sample for one in compared if one is not None])
+    assert all(len(set(sample)) == 1 for sample in samples)
+    assert samples[0] != samples[1]
 
 
 def test_devices_of_one_owner_do_not_audit_each_other() -> None:
@@ -303,7 +322,7 @@ def test_a_device_has_one_vote_in_an_audit_whatever_owners_it_shows() -> None:
     assert the_order(bench)[0] == "b0", "which is slow"
     back(bench, "x0", "second")
     bench.tick(8.0)
-    asked = [order for order in bench.sent("x0", Audit, bench.log) if order.claimed is None]
+    asked = [order for order in bench.sent("x0", Audit, bench.log) if order.comparison is None]
     assert len(asked) == 1
 
 

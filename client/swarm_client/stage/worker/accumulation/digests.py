@@ -9,20 +9,20 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 
 import torch
-from blake3 import blake3
 from torch import Tensor
 
 from swarm_client.stage.protocol.errors import RequestFailed
+from swarm_client.stage.protocol.gradient_blocks import BlockDigests, gradient_digest
 from swarm_client.stage.worker.accelerator import Event
 from swarm_client.stage.worker.transfer.pieces_to_host import PiecesToHost
 from swarm_shared.base.types import LinearDigests
 from swarm_shared.identity.linear_digest import Counts, DigestKey, to_text
-from swarm_shared.identity.work_statements import DIGEST_BYTES
 from swarm_shared.model.fixed_point_sums import Quantum
 
 
 class GradientDigest:
-    """The digest of the pieces of one microbatch's gradient, in the order of the parameters.
+    """The digest of the pieces of one microbatch's gradient, in the order of the parameters
+    (`swarm_client.stage.protocol.gradient_blocks`).
 
     The pieces are hashed by as many threads as torch computes with: on a GPU, a stage's gradient is
     otherwise computed faster than one core hashes it.
@@ -31,7 +31,7 @@ class GradientDigest:
     def __init__(self, pieces: PiecesToHost | None = None, threads: int | None = None) -> None:
         """`pieces`: the reader of the device on which the gradient is; `threads`: if not torch's of
         the calling thread."""
-        self._hashed = blake3(max_threads=threads or torch.get_num_threads())
+        self._blocks = BlockDigests(threads or torch.get_num_threads())
         self._pieces = pieces
         if pieces is not None:
             pieces.begin()
@@ -51,12 +51,16 @@ class GradientDigest:
 
     def _hash(self, host: Tensor) -> None:
         # The array shares the tensor's memory.
-        self._hashed.update(host.view(torch.uint8).numpy().data)
+        self._blocks.update(host.view(torch.uint8).numpy().data)
 
     def hex(self) -> str:
         """Return the digest of all pieces so far."""
+        return gradient_digest(self.of_blocks())
+
+    def of_blocks(self) -> bytes:
+        """Return the digests of the blocks of all pieces so far."""
         self._finish()
-        return self._hashed.hexdigest(length=DIGEST_BYTES)
+        return self._blocks.joined()
 
 
 class BackgroundDigest:

@@ -20,7 +20,7 @@ from swarm_coordinator.core.trust.audits import (
     OpenAudit,
 )
 from swarm_shared.base.types import PeerId, StageIndex
-from swarm_shared.protocol import Audit, AuditSources
+from swarm_shared.protocol import Audit, AuditSources, Comparison
 from swarm_shared.trust.votes import MAX_VOTERS
 
 AUDIT_SECONDS = 5.0
@@ -111,6 +111,8 @@ def ask(
         auditor.profile.binding,
     )  # fmt: skip
     audit.asked[auditor.peer] = owner_of(auditor)
+    if compares:
+        audit.sample = audit.sample or run.audits.draw_secret()
     claimed = audit.claim.transcript
     is_last = audit.stage == run.manifest.stage_count - 1
     run.send(
@@ -124,7 +126,7 @@ def ask(
             input=claimed.input,
             output_gradient=claimed.output_gradient,
             targets=claimed.output if is_last else "",
-            claimed=claimed if compares else None,
+            comparison=Comparison(claimed=claimed, sample=audit.sample) if compares else None,
             sources=_sources(run, step, audit) if audit.hidden else None,
             patience_seconds=_patience_seconds(run, step, audit, compares=compares),
             secret=audit.secret or None,
