@@ -11,7 +11,12 @@ import logging
 from pathlib import Path
 
 from swarm_client.auditing.exchange import KeptServer
-from swarm_client.auditing.inputs import AuditedSamples, AuditInputs, TensorsWithheld
+from swarm_client.auditing.inputs import (
+    AuditedSamples,
+    AuditInputs,
+    TensorsWithheld,
+    least_uplink,
+)
 from swarm_client.membership.member_context import MemberContext
 from swarm_client.pipeline.held_stage import Holding
 from swarm_client.pipeline.pipeline import Pipeline
@@ -109,10 +114,12 @@ class Auditor:
         if comparison is None:
             return None
         elements = worker.configured.own_elements + worker.configured.tied_elements
-        blocks = sampled_blocks(comparison.sample, elements * GRADIENT_ELEMENT_BYTES)
+        gradient_bytes = elements * GRADIENT_ELEMENT_BYTES
+        blocks = sampled_blocks(comparison.sample, gradient_bytes)
         total_bytes = worker.sizes.computed_bytes(elements, blocks)
+        uplink = least_uplink(gradient_bytes, comparison.averaging_seconds)
         try:
-            await self._inputs.write_computed(order, blocks, total_bytes, path)
+            await self._inputs.write_computed(order, blocks, total_bytes, uplink, path)
         except TensorsWithheld as error:
             log.info("audit %d: %s", order.audit, error)
             return None

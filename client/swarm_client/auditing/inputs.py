@@ -33,6 +33,11 @@ SLOW_UPLINK_BYTES_PER_SECOND = 2**18
 """A slow home's uplink of 2 Mbit/s. A peer whose tensors take longer at this rate than an audit
 lasts is not said to withhold them: the audit remains without an answer."""
 
+AVERAGE_SHARE = 1 / 8
+"""A member of an average sends this share of its gradient at least: half of it where there are two,
+in a quarter of the bytes with the codec int8. So its uplink carries as much in the time that an
+average takes."""
+
 
 class AuditedSamples(Protocol):
     """Source of token ids and targets (`swarm_client.training_data`)."""
@@ -63,6 +68,14 @@ def inputs_fit(order: Audit, content: bytes, sizes: SlotSizes) -> bool:
     return digests == (order.input, order.targets, order.output_gradient)
 
 
+def least_uplink(gradient_bytes: int, averaging_seconds: float) -> float:
+    """Bytes a second that each member of a stage can send, given what an average has taken."""
+    if not averaging_seconds:
+        return SLOW_UPLINK_BYTES_PER_SECOND
+    average = AVERAGE_SHARE * gradient_bytes / averaging_seconds
+    return max(SLOW_UPLINK_BYTES_PER_SECOND, average)
+
+
 class AuditInputs:
     """Gets the tensors of an audited microbatch into files."""
 
@@ -91,12 +104,13 @@ class AuditInputs:
             raise TensorsWithheld(f"{order.peer} gave inputs that do not fit its receipt")
 
     async def write_computed(
-        self, order: Audit, blocks: Sequence[int], total_bytes: int, path: Path
-    ) -> None:
+        self, order: Audit, blocks: Sequence[int], total_bytes: int, bytes_per_second: float,
+        path: Path,
+    ) -> None:  # fmt: skip
         """Write what the audited peer has computed, with these blocks of the gradient, to a file of
         this size. TensorsWithheld, also if that takes too long: this auditor has already found
         other digests, and what is never shown could be anything."""
-        seconds = max(order.patience_seconds, total_bytes / SLOW_UPLINK_BYTES_PER_SECOND)
+        seconds = max(order.patience_seconds, total_bytes / bytes_per_second)
         with trio.move_on_after(seconds) as waiting:
             await self._fetch(order, order.peer, KeptTensors.COMPUTED, total_bytes, path, blocks)
         if waiting.cancelled_caught:

@@ -503,6 +503,9 @@ class Comparison(FrozenModel):
     claimed: Transcript
     sample: Seed
     """The blocks of the gradient that are compared follow from it."""
+    averaging_seconds: Seconds
+    """Seconds that the slowest average of the last step took, in which each member has sent its
+    gradient; 0 if that is not known."""
 
 
 class Audit(FrozenModel):

@@ -36,6 +36,7 @@ from swarm_coordinator.core.events import (
 )
 from swarm_coordinator.core.rules import held_up
 from swarm_coordinator.core.rules.auditing import verdicts
+from swarm_coordinator.core.rules.auditing.auditors import AUDIT_SECONDS, UNKNOWN_UPLINK_SECONDS
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.state.utilisation import Rejection
 from swarm_coordinator.core.trust.audits import MAX_IN_HAND, AuditBook, AuditSettings
@@ -179,6 +180,40 @@ def test_a_complete_step_waits_for_its_audits_up_to_a_limit() -> None:
     bench.tick(10.0)
     assert bench.run.phase is RunPhase.CLOSING
     assert bench.run.audits.unanswered == 4
+
+
+@pytest.mark.parametrize(
+    ("averaging_seconds", "seconds"),
+    [(1.0, 2 * AUDIT_SECONDS - 0.5), (0.0, UNKNOWN_UPLINK_SECONDS - 0.5)],
+)
+def test_an_auditor_that_compares_has_more_time_and_the_close_waits_for_it(
+    averaging_seconds: float, seconds: float
+) -> None:
+    """What the audited peer claims may have to come over a home's uplink."""
+    bench = audited("a0", "b0", "c0", "a1", microbatches=1)
+    bench.run.history.averaging_seconds = averaging_seconds
+    bench.report("a0", 0)
+    auditor, order = the_order(bench)
+    bench.audited(auditor, order, false(order))
+    bench.report("a1", 0)
+    bench.tick(seconds)
+    assert bench.run.phase is RunPhase.COLLECT
+    assert not orders(bench), "no other one is asked"
+    bench.tick(1.0)
+    sent = [order for found in orders(bench).values() for order in found]
+    newest = max(sent, key=lambda order: order.audit)
+    assert newest.sources is not None, "it begins anew, hidden"
+
+
+def test_an_order_to_compare_says_how_long_the_averages_of_the_last_step_took() -> None:
+    bench = audited()
+    bench.run.history.averaging_seconds = 12.5
+    bench.report("a0", 0)
+    auditor, order = the_order(bench)
+    bench.audited(auditor, order, false(order))
+    comparison = the_order(bench)[1].comparison
+    assert comparison is not None
+    assert comparison.averaging_seconds == 12.5
 
 
 def test_within_the_tolerance_an_unlike_machine_passes() -> None:

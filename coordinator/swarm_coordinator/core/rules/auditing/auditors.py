@@ -23,6 +23,10 @@ from swarm_shared.base.types import PeerId, StageIndex
 from swarm_shared.protocol import Audit, AuditSources, Comparison
 from swarm_shared.trust.votes import MAX_VOTERS
 
+UNKNOWN_UPLINK_SECONDS = 180.0
+"""Shortest time to compare in a step before which no average was taken: 45 MiB at 2 Mbit/s, which
+is more than tensors and sample of a stage of preset `7b` in bfloat16."""
+
 AUDIT_SECONDS = 5.0
 """Seconds that an auditor has for its answer, at least: the time that a step takes, if that is
 longer."""
@@ -114,6 +118,13 @@ def ask(
     if compares:
         audit.sample = audit.sample or run.audits.draw_secret()
     claimed = audit.claim.transcript
+    comparison = (
+        Comparison(
+            claimed=claimed, sample=audit.sample, averaging_seconds=run.history.averaging_seconds
+        )
+        if compares
+        else None
+    )
     is_last = audit.stage == run.manifest.stage_count - 1
     run.send(
         auditor.peer,
@@ -126,7 +137,7 @@ def ask(
             input=claimed.input,
             output_gradient=claimed.output_gradient,
             targets=claimed.output if is_last else "",
-            comparison=Comparison(claimed=claimed, sample=audit.sample) if compares else None,
+            comparison=comparison,
             sources=_sources(run, step, audit) if audit.hidden else None,
             patience_seconds=_patience_seconds(run, step, audit, compares=compares),
             secret=audit.secret or None,
@@ -174,3 +185,14 @@ def answer_seconds(run: RunState, step: StepState) -> float:
     that is known, than the previous step took."""
     last = run.history.last_applied
     return max(AUDIT_SECONDS, held_up.pace(step) or (0.0 if last is None else last.seconds))
+
+
+def overdue_at(run: RunState, step: StepState, order: AuditOrder) -> float:
+    """When an auditor's answer is overdue. One that compares has twice the time, as what is claimed
+    comes from the audited peer; and as long as a slow uplink may take while no average has shown
+    how fast the members' are."""
+    seconds = answer_seconds(run, step)
+    if order.compares:
+        known = run.history.averaging_seconds > 0.0
+        seconds = max(2.0 * seconds, 0.0 if known else UNKNOWN_UPLINK_SECONDS)
+    return order.asked_at + seconds

@@ -582,9 +582,8 @@ def advance(run: RunState, now: float) -> None:
     for step in run.steps.open():
         if not step.audits.open:
             continue
-        limit = auditors.answer_seconds(run, step)
         for audit in _current_audits(run, step, now):
-            if audit.order is not None and _is_overdue(run, audit.order, limit, now):
+            if audit.order is not None and _is_overdue(run, step, audit.order, now):
                 audit.order = None
             if auditors.can_go_on(run, step, audit):
                 _proceed(run, step, audit, now)
@@ -602,10 +601,10 @@ def _current_audits(run: RunState, step: StepState, now: float) -> Iterator[Open
             _settle_broken(run, step, audit.microbatch, now)
 
 
-def _is_overdue(run: RunState, order: AuditOrder, limit: float, now: float) -> bool:
+def _is_overdue(run: RunState, step: StepState, order: AuditOrder, now: float) -> bool:
     auditor = run.peers.get(order.auditor)
     is_there = auditor is not None and owner_of(auditor) == order.owner
-    return not is_there or now - order.asked_at > limit
+    return not is_there or now > auditors.overdue_at(run, step, order)
 
 
 def delay_close(run: RunState, step: StepState, complete_at: float, now: float) -> bool:
@@ -615,9 +614,11 @@ def delay_close(run: RunState, step: StepState, complete_at: float, now: float) 
     waiting = False
     for audit in _current_audits(run, step, now):
         disputed = audit.disputed or bool(step.audits.broken.get(audit.microbatch))
-        since = max(complete_at, audit.opened_at)
         factor = DISPUTE_FACTOR if disputed else HIDDEN_FACTOR if audit.hidden else 1.0
-        if now < since + wait * factor:
+        until = max(complete_at, audit.opened_at) + wait * factor
+        if audit.order is not None and audit.order.compares:
+            until = max(until, auditors.overdue_at(run, step, audit.order))
+        if now < until:
             waiting = True
             continue
         if _is_to_be_hidden(run, audit):
