@@ -6,6 +6,7 @@ is the one that one honest process trains, to the bit, because every cell of the
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -21,10 +22,13 @@ from kits.attack.strangers import (
     modified,
     verdicts,
 )
-from kits.runs.fault_run import TINY
+from kits.runs.fault_run import LARGE, TINY
 from kits.runs.real_run import Run
 from swarm_coordinator.core.rules.snapshots import SNAPSHOT_HOLDERS
 from swarm_coordinator.demo.subprocesses import Subprocess
+from swarm_shared.base.transcript import GRADIENT_BLOCK_BYTES
+from swarm_shared.base.types import MAX_SAMPLED_BLOCKS
+from swarm_shared.scheduling.placement.stage_sizes import stage_sizes
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
@@ -38,15 +42,16 @@ def lied(run: Run, name: str) -> Path:
 
 
 def a_run_with(
-    make_run, cheats: dict[int, str], honest: int = HONEST_PER_STAGE, draws: Path = HALF_DRAWS
-) -> tuple[Run, dict[str, str]]:
+    make_run, cheats: dict[int, str], honest: int = HONEST_PER_STAGE, draws: Path = HALF_DRAWS,
+    sizes: Mapping[str, object] = TINY,
+) -> tuple[Run, dict[str, str]]:  # fmt: skip
     """A run with a liar in some stages, in which every cell and every sum is audited; returns it at
     its end, with the liars' cheats by name."""
     stages = 2
     run = make_run(
         stages, STEPS,
         **{
-            **TINY, "limits__starting_peers_per_stage": honest, "trust__audit_share": 1.0,
+            **sizes, "limits__starting_peers_per_stage": honest, "trust__audit_share": 1.0,
             "rebalancing__rule": "none", "checkpoint__every_steps": 1,
         },
     )  # fmt: skip
@@ -100,6 +105,16 @@ def test_a_member_that_adapts_to_audits_is_found_and_changes_no_bit(make_run, ch
     check(run, liars)
     assert not lied(run, cheat).with_suffix(".watched").exists()
     assert [verdict.microbatch for verdict in verdicts(run)] == [None]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("cheat", ["zeros", "zeros, and auditors that wait"])
+def test_a_liar_about_a_large_gradient_is_found_by_a_sample_of_it(make_run, cheat: str) -> None:
+    run, liars = a_run_with(make_run, {0: cheat}, sizes=LARGE)
+    assert (
+        stage_sizes(run.manifest)[0].gradient_bytes > 2 * MAX_SAMPLED_BLOCKS * GRADIENT_BLOCK_BYTES
+    )
+    check(run, liars)
 
 
 @pytest.mark.nightly

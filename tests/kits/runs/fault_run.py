@@ -44,6 +44,14 @@ TINY: dict[str, object] = {
 }
 """Steps of a fraction of a second: what is measured here is whether, not how fast."""
 
+LARGE: dict[str, object] = {
+    **TINY,
+    "model__hidden_size": 256,
+    "model__intermediate_size": 1024,
+    "model__layers": 6,
+}
+"""Stages whose gradients are larger than what auditors compare of them."""
+
 STEPS = 2000
 """More than any run here reaches: it is stopped when its cases are through."""
 

@@ -23,9 +23,9 @@ from swarm_shared.base.types import PeerId, StageIndex
 from swarm_shared.protocol import Audit, AuditSources, Comparison
 from swarm_shared.trust.votes import MAX_VOTERS
 
-UNKNOWN_UPLINK_SECONDS = 180.0
-"""Shortest time to compare in a step before which no average was taken: 45 MiB at 2 Mbit/s, which
-is more than tensors and sample of a stage of preset `7b` in bfloat16."""
+UNKNOWN_UPLINK_SECONDS = 300.0
+"""Shortest time to compare in a step before which no average was taken: 75 MiB at 2 Mbit/s, which
+is more than tensors and sample of a stage of preset `7b`."""
 
 AUDIT_SECONDS = 5.0
 """Seconds that an auditor has for its answer, at least: the time that a step takes, if that is
