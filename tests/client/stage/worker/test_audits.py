@@ -334,6 +334,16 @@ def test_a_lie_in_a_block_of_the_sample_is_measured(
     assert found.distance > 1.0
 
 
+@pytest.mark.parametrize("lie", range(3), ids=["output", "input gradient", "gradient"])
+def test_each_of_the_tensors_is_measured(lie: int) -> None:
+    def computed(factors: tuple[float, ...]) -> ComputedTensors:
+        return ComputedTensors(*(factor * torch.ones(8) for factor in factors))
+
+    own = computed((1.0, 1.0, 1.0))
+    claimed = computed(tuple(1.5 if lie == place else 1.0 for place in range(3)))
+    assert own.distance(claimed.shown(ALL), own.shown(ALL)) == pytest.approx(0.5)
+
+
 def test_a_lie_beside_the_sample_is_none_to_unlike_machines_and_one_to_a_machine_that_is_alike(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
