@@ -27,7 +27,6 @@ from torch import Tensor
 from swarm_client.stage.protocol.errors import RequestFailed
 from swarm_client.stage.protocol.gradient_blocks import (
     block_count,
-    block_range,
     gradient_digest,
     has_blocks,
     shown_bytes,
@@ -35,18 +34,17 @@ from swarm_client.stage.protocol.gradient_blocks import (
 from swarm_client.stage.protocol.messages import AuditDone, ShownFile
 from swarm_client.stage.protocol.slot_sizes import GRADIENT_ELEMENT_BYTES
 from swarm_client.stage.worker.accumulation.accumulator import KeptMicrobatch
-from swarm_client.stage.worker.accumulation.digests import GradientDigest, counted_pieces
+from swarm_client.stage.worker.accumulation.audited_gradient import (
+    AuditedGradient,
+    CellSums,
+    norm,
+)
+from swarm_client.stage.worker.accumulation.digests import counted_pieces
 from swarm_client.stage.worker.stage_runner import StageRunner
 from swarm_shared.base.transcript import KeptTensors, Transcript
 from swarm_shared.base.types import MAX_MAGNITUDE, LinearDigests, MicrobatchIndex, Step
 from swarm_shared.codecs.errors import CodecError
 from swarm_shared.codecs.tensors import DTYPES
-from swarm_shared.identity.linear_digest import (
-    CHECKS_PER_SECRET,
-    DigestKey,
-    check_seed,
-    to_text,
-)
 from swarm_shared.identity.work_statements import DIGEST_BYTES, wire_digest
 
 SMALLEST_NORM = 1e-30
@@ -75,32 +73,26 @@ class ShownTensors:
 
 
 @dataclass(frozen=True, slots=True)
-class ComputedTensors:
-    """What one microbatch gives, with the whole gradient; flat, in host memory."""
+class Recomputed:
+    """What a machine gets when it computes a microbatch again."""
 
-    output_N: Tensor  # noqa: N815
-    input_gradient_N: Tensor  # noqa: N815
-    gradient_P: Tensor  # noqa: N815
+    shown: ShownTensors
+    """What it would show of this."""
+    gradient_norm: float
+    elements: int
+    """Number of elements of the parameters' gradient."""
+    loss_sum: float | None = None
+    sums: tuple[LinearDigests, ...] = ()
 
-    def shown(self, blocks: Sequence[int]) -> ShownTensors:
-        """Return what a peer shows of this to an auditor that asks for these blocks."""
-        digest = GradientDigest()
-        digest.update(self.gradient_P)
-        whole, nbytes = self.gradient_P.view(torch.uint8), self.gradient_P.nbytes
-        ranges = [block_range(block, nbytes) for block in blocks]
-        taken = [whole[part.start : part.stop] for part in ranges]
-        blocks_P = torch.cat([whole[:0], *taken]).view(torch.float32)
-        return ShownTensors(digest.of_blocks(), blocks_P, self.output_N, self.input_gradient_N)
-
-    def distance(self, claimed: ShownTensors, own: ShownTensors) -> float:
-        """The largest relative distance of what another peer shows from what this one would.
+    def distance(self, claimed: ShownTensors) -> float:
+        """The largest relative distance of what another peer shows.
 
         The distance of a sample of blocks is relative to its own norm, or to that which it would
         have if all blocks had the same one, whichever is more: blocks of small gradients, such as
         those of tokens that hardly occur, are rounded more coarsely than the whole.
         """
-        share = own.blocks_P.numel() / max(1, self.gradient_P.numel())
-        mean_norm = math.sqrt(share) * _norm(self.gradient_P)
+        own = self.shown
+        mean_norm = self.gradient_norm * math.sqrt(own.blocks_P.numel() / max(1, self.elements))
         return max(
             _relative(claimed.output_N, own.output_N),
             _relative(claimed.input_gradient_N, own.input_gradient_N),
@@ -140,8 +132,7 @@ class AuditRunner:
                 content, repeats = bytes(kept.inputs + kept.output_gradient), True
             case KeptTensors.COMPUTED:
                 self._check(blocks)
-                computed, _ = self._computed(step, kept)
-                shown = computed.shown(blocks)
+                shown = self._recomputed(step, kept, blocks).shown
                 content = shown.joined()
                 repeats = counted is None or self._transcript(kept, shown) == counted
             case KeptTensors.OUTPUT | KeptTensors.INPUT_GRADIENT:
@@ -186,14 +177,13 @@ class AuditRunner:
         content = _read(inputs)
         size = self._sizes.request_bytes
         kept = KeptMicrobatch(bytearray(content[:size]), bytearray(content[size:]))
-        own_tensors, loss_sum = self._computed(step, kept)
-        own = own_tensors.shown(() if shown is None else shown.blocks)
+        own = self._recomputed(step, kept, () if shown is None else shown.blocks, secret)
         others = None if shown is None else self._opened(kept, shown)
         return AuditDone(
-            transcript=self._transcript(kept, own),
-            loss_sum=loss_sum,
-            distance=None if others is None else own_tensors.distance(others, own),
-            sums=() if secret is None else self._sums(own_tensors.gradient_P, secret),
+            transcript=self._transcript(kept, own.shown),
+            loss_sum=own.loss_sum,
+            distance=None if others is None else own.distance(others),
+            sums=own.sums,
         )
 
     @property
@@ -220,41 +210,34 @@ class AuditRunner:
         has_all = has_blocks(tensors.block_digests, shown.blocks, content)
         return tensors if is_claimed and has_all else None
 
-    def _sums(self, gradient_P: Tensor, secret: str) -> tuple[LinearDigests, ...]:
-        """Linear digests of each part of a gradient, for each check that follows from the secret;
-        none where it is not counted in whole numbers."""
-        if self._runner.parameter_sets.quantum is None:
-            return ()
-        counts_P = gradient_P.numpy()
-        own_count = self._runner.layout.own_count
-        parts = [("own", counts_P[:own_count])]
-        if self._runner.layout.tied_count:
-            parts.append(("tied", counts_P[own_count:]))
-        seeds = [check_seed(secret, number) for number in range(CHECKS_PER_SECRET)]
-        return tuple(
-            tuple(to_text(DigestKey(seed, name).digest(part_P)) for seed in seeds)
-            for name, part_P in parts
-        )
-
-    def _computed(self, step: Step, kept: KeptMicrobatch) -> tuple[ComputedTensors, float | None]:
-        """Compute the microbatch here; return its tensors, and the loss on the last stage."""
-        runner = self._runner
+    def _recomputed(
+        self, step: Step, kept: KeptMicrobatch, blocks: Sequence[int], secret: str | None = None
+    ) -> Recomputed:
+        """Compute the microbatch here; keep these blocks of the gradient. With a secret, also
+        compute the linear digests of a gradient that is counted in whole numbers."""
+        runner, quantum = self._runner, self._runner.parameter_sets.quantum
         result = runner.compute_again(runner.open_parameter_set(step), kept)
         dtype = DTYPES[runner.manifest.training.dtype]
         output_N = input_gradient_N = torch.zeros(0, dtype=dtype)
-        loss_sum = None
-        if runner.stage.is_last:
-            loss_sum = float(result.output)
-        else:
+        if not runner.stage.is_last:
             output_N = runner.copier.to_host(result.output).reshape(-1).to(dtype)
         if result.input_gradient is not None:
             host = runner.copier.to_host(result.input_gradient)
             input_gradient_N = host.reshape(-1).to(dtype)
-        pieces = counted_pieces(result.gradients, runner.parameter_sets.quantum)
-        gradient_P = torch.cat(
-            [torch.zeros(0), *(piece.detach().reshape(-1).float().cpu() for piece in pieces)]
+        gradient = AuditedGradient(self._elements, blocks)
+        sums = None if secret is None or quantum is None else CellSums(runner.layout, secret)
+        for piece in counted_pieces(result.gradients, quantum):
+            host_P = piece.detach().reshape(-1).float().cpu()
+            gradient.add(host_P)
+            if sums is not None:
+                sums.add(host_P.numpy())
+        return Recomputed(
+            ShownTensors(gradient.block_digests, gradient.blocks_P, output_N, input_gradient_N),
+            gradient.norm,
+            self._elements,
+            loss_sum=float(result.output) if runner.stage.is_last else None,
+            sums=() if sums is None else sums.digests(),
         )
-        return ComputedTensors(output_N, input_gradient_N, gradient_P), loss_sum
 
     def _cut(self, content: bytes, blocks: Sequence[int]) -> ShownTensors | None:
         """The tensors in another peer's file; None if it has another size than such a file."""
@@ -299,12 +282,8 @@ def _relative(claimed: Tensor, own: Tensor, least_norm: float = SMALLEST_NORM) -
     """The L2 distance of `claimed` from `own`, relative to the norm of `own`, or to a least one;
     MAX_MAGNITUDE for what is not finite."""
     difference = float((claimed.double() - own.double()).norm())
-    distance = difference / max(_norm(own), least_norm, SMALLEST_NORM)
+    distance = difference / max(norm(own), least_norm, SMALLEST_NORM)
     return distance if distance <= MAX_MAGNITUDE else MAX_MAGNITUDE
-
-
-def _norm(tensor: Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
 
 
 def _read(path: Path) -> bytes:

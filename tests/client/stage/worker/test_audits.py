@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from kits.client.stage_runners import (
@@ -23,7 +27,8 @@ from swarm_client.stage.protocol import gradient_blocks, messages
 from swarm_client.stage.protocol.errors import RequestFailed
 from swarm_client.stage.protocol.gradient_blocks import BlockDigests, gradient_digest
 from swarm_client.stage.worker.accumulation.accumulator import KeptMicrobatch
-from swarm_client.stage.worker.audits import AuditRunner, ComputedTensors
+from swarm_client.stage.worker.accumulation.audited_gradient import AuditedGradient, CellSums
+from swarm_client.stage.worker.audits import AuditRunner, Recomputed, ShownTensors
 from swarm_client.stage.worker.parameter_versions import ParameterSet
 from swarm_client.stage.worker.stage_runner import ComputedAgain, StageRunner
 from swarm_client.stage.worker.step_runner import StepRunner
@@ -32,8 +37,16 @@ from swarm_shared.base.transcript import KeptTensors, Transcript
 from swarm_shared.base.types import Generation, MicrobatchIndex, RunId, StageIndex
 from swarm_shared.codecs.tensors import round_trip
 from swarm_shared.identity.keys import Identity
-from swarm_shared.identity.linear_digest import CHECKS_PER_SECRET, check_seed, digest_sum, from_text
+from swarm_shared.identity.linear_digest import (
+    CHECKS_PER_SECRET,
+    DigestKey,
+    check_seed,
+    digest_sum,
+    from_text,
+    to_text,
+)
 from swarm_shared.identity.work_statements import AuditStatement
+from swarm_shared.model import FlatLayout
 from swarm_shared.run.codec_sizes import (
     ACTIVATION_CODECS,
     ActivationCodec,
@@ -49,6 +62,7 @@ SEED = "5eed" * 8
 ALL = (0,)
 """The blocks of a small gradient."""
 BLOCK_ELEMENTS = gradient_blocks.BLOCK_BYTES // 4
+NONE = torch.zeros(0)
 ROUNDING = 5e-5
 """Relative difference of two machines that round otherwise; within the tolerance of audits."""
 
@@ -334,14 +348,24 @@ def test_a_lie_in_a_block_of_the_sample_is_measured(
     assert found.distance > 1.0
 
 
+def recomputed(
+    gradient: Tensor, *, blocks: tuple[int, ...] = ALL, output: Tensor = NONE,
+    input_gradient: Tensor = NONE,
+) -> Recomputed:  # fmt: skip
+    """What a machine has computed that got these tensors."""
+    read = AuditedGradient(gradient.numel(), blocks)
+    read.add(gradient)
+    shown = ShownTensors(read.block_digests, read.blocks_P, output, input_gradient)
+    return Recomputed(shown, read.norm, gradient.numel())
+
+
 @pytest.mark.parametrize("lie", range(3), ids=["output", "input gradient", "gradient"])
 def test_each_of_the_tensors_is_measured(lie: int) -> None:
-    def computed(factors: tuple[float, ...]) -> ComputedTensors:
-        return ComputedTensors(*(factor * torch.ones(8) for factor in factors))
-
-    own = computed((1.0, 1.0, 1.0))
-    claimed = computed(tuple(1.5 if lie == place else 1.0 for place in range(3)))
-    assert own.distance(claimed.shown(ALL), own.shown(ALL)) == pytest.approx(0.5)
+    ones = torch.ones(8)
+    own = recomputed(ones, output=ones, input_gradient=ones)
+    output, input_gradient, gradient = (1.5 * ones if place == lie else ones for place in range(3))
+    claimed = recomputed(gradient, output=output, input_gradient=input_gradient)
+    assert own.distance(claimed.shown) == pytest.approx(0.5)
 
 
 def test_a_lie_beside_the_sample_is_none_to_unlike_machines_and_one_to_a_machine_that_is_alike(
@@ -387,14 +411,50 @@ def test_blocks_of_small_gradients_are_measured_by_the_mean_of_all() -> None:
     gradient[BLOCK_ELEMENTS : 2 * BLOCK_ELEMENTS] = 1e-6
     other = gradient.clone()
     other[BLOCK_ELEMENTS : 2 * BLOCK_ELEMENTS] *= 1.5
-    none = torch.zeros(0)
-    own, claimed = (ComputedTensors(none, none, one) for one in (gradient, other))
     for blocks, expected in (((1,), 0.5e-6 / (3 / 4) ** 0.5), ((0, 1), 0.5e-6 / 1.5**0.5)):
-        shown = own.shown(blocks)
-        distance = own.distance(claimed.shown(blocks), shown)
-        assert distance == pytest.approx(expected, rel=1e-3)
-    far = ComputedTensors(none, none, -gradient)
-    assert own.distance(far.shown((0,)), own.shown((0,))) == pytest.approx(2.0)
+        own, claimed = (recomputed(one, blocks=blocks) for one in (gradient, other))
+        assert own.distance(claimed.shown) == pytest.approx(expected, rel=1e-3)
+    own, far = (recomputed(one, blocks=(0,)) for one in (gradient, -gradient))
+    assert own.distance(far.shown) == pytest.approx(2.0)
+
+
+@given(
+    sizes=st.lists(st.integers(0, 3 * BLOCK_ELEMENTS), min_size=1, max_size=4),
+    chosen=st.sets(st.integers(0, 12)),
+)
+def test_a_gradient_that_is_read_in_pieces_gives_what_the_whole_gives(
+    sizes: list[int], chosen: set[int]
+) -> None:
+    whole = torch.arange(sum(sizes), dtype=torch.float32) + 1.0
+    nbytes = whole.nbytes
+    blocks = sorted(chosen & set(range(gradient_blocks.block_count(nbytes))))
+    read = AuditedGradient(whole.numel(), blocks)
+    for piece in whole.split(sizes):
+        read.add(piece)
+    content = whole.numpy().tobytes()
+    assert read.block_digests == joined_digests(content)
+    ranges = [gradient_blocks.block_range(block, nbytes) for block in blocks]
+    expected = b"".join(content[place.start : place.stop] for place in ranges)
+    assert read.blocks_P.numpy().tobytes() == expected
+    assert read.norm == pytest.approx(float(whole.double().norm()))
+
+
+@given(own=st.lists(st.integers(1, 40), min_size=1), tied=st.lists(st.integers(1, 40)))
+def test_linear_digests_of_pieces_are_those_of_the_parts(own: list[int], tied: list[int]) -> None:
+    layout = SimpleNamespace(own_count=sum(own), tied_count=sum(tied))
+    sums = CellSums(cast(FlatLayout, layout), SEED)
+    whole = np.arange(sum(own) + sum(tied), dtype=np.float32) + 1
+    for piece in np.split(whole, np.cumsum(own + tied))[:-1]:
+        sums.add(piece)
+    parts = {"own": whole[: sum(own)], "tied": whole[sum(own) :]}
+    assert sums.digests() == tuple(
+        tuple(
+            to_text(DigestKey(check_seed(SEED, check), name).digest(part))
+            for check in range(CHECKS_PER_SECRET)
+        )
+        for name, part in parts.items()
+        if len(part)
+    )
 
 
 @pytest.mark.parametrize("blocks", [(1,), (0, 0), (0, 7), (-1,)])
