@@ -11,12 +11,7 @@ import logging
 from pathlib import Path
 
 from swarm_client.auditing.exchange import KeptServer
-from swarm_client.auditing.inputs import (
-    AuditedSamples,
-    AuditInputs,
-    TensorsWithheld,
-    least_uplink,
-)
+from swarm_client.auditing.inputs import AuditedSamples, AuditInputs, TensorsWithheld
 from swarm_client.membership.member_context import MemberContext
 from swarm_client.pipeline.held_stage import Holding
 from swarm_client.pipeline.pipeline import Pipeline
@@ -114,12 +109,10 @@ class Auditor:
         if comparison is None:
             return None
         elements = worker.configured.own_elements + worker.configured.tied_elements
-        gradient_bytes = elements * GRADIENT_ELEMENT_BYTES
-        blocks = sampled_blocks(comparison.sample, gradient_bytes)
+        blocks = sampled_blocks(comparison.sample, elements * GRADIENT_ELEMENT_BYTES)
         total_bytes = worker.sizes.computed_bytes(elements, blocks)
-        uplink = least_uplink(gradient_bytes, comparison.averaging_seconds)
         try:
-            await self._inputs.write_computed(order, blocks, total_bytes, uplink, path)
+            await self._inputs.write_computed(order, blocks, total_bytes, comparison.seconds, path)
         except TensorsWithheld as error:
             log.info("audit %d: %s", order.audit, error)
             return None

@@ -29,16 +29,6 @@ from swarm_shared.protocol import Audit, AuditSources, KeptRequest
 log = logging.getLogger(__name__)
 
 
-SLOW_UPLINK_BYTES_PER_SECOND = 2**18
-"""A slow home's uplink of 2 Mbit/s. A peer whose tensors take longer at this rate than an audit
-lasts is not said to withhold them: the audit remains without an answer."""
-
-AVERAGE_SHARE = 1 / 8
-"""A member of an average sends this share of its gradient at least: half of it where there are two,
-in a quarter of the bytes with the codec int8. So its uplink carries as much in the time that an
-average takes."""
-
-
 class AuditedSamples(Protocol):
     """Source of token ids and targets (`swarm_client.training_data`)."""
 
@@ -66,14 +56,6 @@ def inputs_fit(order: Audit, content: bytes, sizes: SlotSizes) -> bool:
     )
     digests = tuple(wire_digest(part) if part.nbytes else "" for part in parts)
     return digests == (order.input, order.targets, order.output_gradient)
-
-
-def least_uplink(gradient_bytes: int, averaging_seconds: float) -> float:
-    """Bytes a second that each member of a stage can send, given what an average has taken."""
-    if not averaging_seconds:
-        return SLOW_UPLINK_BYTES_PER_SECOND
-    average = AVERAGE_SHARE * gradient_bytes / averaging_seconds
-    return max(SLOW_UPLINK_BYTES_PER_SECOND, average)
 
 
 class AuditInputs:
@@ -104,13 +86,11 @@ class AuditInputs:
             raise TensorsWithheld(f"{order.peer} gave inputs that do not fit its receipt")
 
     async def write_computed(
-        self, order: Audit, blocks: Sequence[int], total_bytes: int, bytes_per_second: float,
-        path: Path,
-    ) -> None:  # fmt: skip
+        self, order: Audit, blocks: Sequence[int], total_bytes: int, seconds: float, path: Path
+    ) -> None:
         """Write what the audited peer has computed, with these blocks of the gradient, to a file of
-        this size. TensorsWithheld, also if that takes too long: this auditor has already found
-        other digests, and what is never shown could be anything."""
-        seconds = max(order.patience_seconds, total_bytes / bytes_per_second)
+        this size. TensorsWithheld, also if that takes longer than these seconds: this auditor has
+        already found other digests, and what is never shown could be anything."""
         with trio.move_on_after(seconds) as waiting:
             await self._fetch(order, order.peer, KeptTensors.COMPUTED, total_bytes, path, blocks)
         if waiting.cancelled_caught:

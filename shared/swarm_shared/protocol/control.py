@@ -503,9 +503,8 @@ class Comparison(FrozenModel):
     claimed: Transcript
     sample: Seed
     """The blocks of the gradient that are compared follow from it."""
-    averaging_seconds: Seconds
-    """Seconds that the slowest average of the last step took, in which each member has sent its
-    gradient; 0 if that is not known."""
+    seconds: Seconds
+    """Seconds after which the audited peer has withheld the tensors that it claims."""
 
 
 class Audit(FrozenModel):
@@ -532,8 +531,7 @@ class Audit(FrozenModel):
     comparison: Comparison | None = None
     sources: AuditSources | None = None
     patience_seconds: Seconds
-    """Seconds after which the audited peer is asked instead of `sources`, or has withheld the
-    tensors that it claims, unless these are too large for a slow uplink."""
+    """Seconds after which the audited peer is asked instead of `sources`."""
     permit: Envelope = ""
     """The signed `AuditPermit` to show to these peers; set by the coordinator's shell."""
     secret: Seed | None = None

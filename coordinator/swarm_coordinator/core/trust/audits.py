@@ -76,6 +76,8 @@ class AuditOrder:
     asked_at: float
     compares: bool
     """Whether the auditor compares the tensors themselves."""
+    showing_seconds: float = 0.0
+    """Seconds for which it waits for the audited peer to show what it claims, if it compares."""
     binding: str = ""
     """The signed binding of `auditor` to `owner`, in base64; empty if it is its own owner."""
 

@@ -42,6 +42,9 @@ class Standing:
     lets_wait: bool = False
     """Whether an audit of it got no answer while it was to give the inputs. Its auditors or a line
     may have been slow, or it has let them wait: all further audits are hidden. Not stored."""
+    silent: bool = False
+    """Whether it has stated other digests as an auditor and no distance then: it is asked last, and
+    no close of a step waits for it. Not stored."""
     expelled: bool = False
     """Whether the owner has lost an audit and not taken part since; not stored."""
 

@@ -36,11 +36,12 @@ from swarm_coordinator.core.events import (
 )
 from swarm_coordinator.core.rules import held_up
 from swarm_coordinator.core.rules.auditing import verdicts
-from swarm_coordinator.core.rules.auditing.auditors import AUDIT_SECONDS, UNKNOWN_UPLINK_SECONDS
+from swarm_coordinator.core.rules.auditing.auditors import AUDIT_SECONDS
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.state.utilisation import Rejection
 from swarm_coordinator.core.trust.audits import MAX_IN_HAND, AuditBook, AuditSettings
 from swarm_coordinator.core.trust.samples import SampledTokens
+from swarm_coordinator.core.trust.showing import showing_seconds
 from swarm_coordinator.simulator.transcripts import simulated_transcript
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step, Version
 from swarm_shared.protocol import (
@@ -182,21 +183,23 @@ def test_a_complete_step_waits_for_its_audits_up_to_a_limit() -> None:
     assert bench.run.audits.unanswered == 4
 
 
-@pytest.mark.parametrize(
-    ("averaging_seconds", "seconds"),
-    [(1.0, 2 * AUDIT_SECONDS - 0.5), (0.0, UNKNOWN_UPLINK_SECONDS - 0.5)],
-)
-def test_an_auditor_that_compares_has_more_time_and_the_close_waits_for_it(
-    averaging_seconds: float, seconds: float
-) -> None:
-    """What the audited peer claims may have to come over a home's uplink."""
-    bench = audited("a0", "b0", "c0", "a1", microbatches=1)
-    bench.run.history.averaging_seconds = averaging_seconds
+def comparing(bench: Bench) -> tuple[str, Audit]:
+    """Microbatch 0 of a0 is audited by a peer that has stated other digests, and compares now; the
+    table is complete."""
     bench.report("a0", 0)
     auditor, order = the_order(bench)
     bench.audited(auditor, order, false(order))
+    compares = the_order(bench)
     bench.report("a1", 0)
-    bench.tick(seconds)
+    return compares
+
+
+def test_an_auditor_that_compares_also_waits_for_the_audited_peer_and_the_close_for_both() -> None:
+    bench = audited("a0", "b0", "c0", "a1", microbatches=1)
+    _, order = comparing(bench)
+    assert order.comparison is not None
+    assert order.comparison.seconds == AUDIT_SECONDS / 2
+    bench.tick(1.5 * AUDIT_SECONDS - 0.5)
     assert bench.run.phase is RunPhase.COLLECT
     assert not orders(bench), "no other one is asked"
     bench.tick(1.0)
@@ -205,15 +208,51 @@ def test_an_auditor_that_compares_has_more_time_and_the_close_waits_for_it(
     assert newest.sources is not None, "it begins anew, hidden"
 
 
-def test_an_order_to_compare_says_how_long_the_averages_of_the_last_step_took() -> None:
-    bench = audited()
-    bench.run.history.averaging_seconds = 12.5
-    bench.report("a0", 0)
-    auditor, order = the_order(bench)
-    bench.audited(auditor, order, false(order))
-    comparison = the_order(bench)[1].comparison
-    assert comparison is not None
-    assert comparison.averaging_seconds == 12.5
+def test_the_audited_peer_has_the_time_that_showing_takes_over_the_slowest_uplink() -> None:
+    bench = audited("a0", "b0", "c0", "a1", microbatches=1)
+    wide = bench.run.manifest.model.model_copy(update={"intermediate_size": 100_000})
+    bench.run.manifest = bench.run.manifest.model_copy(update={"model": wide})
+    _, order = comparing(bench)
+    assert order.comparison is not None
+    seconds = showing_seconds(bench.run.manifest, StageIndex(0), 0.0)
+    assert order.comparison.seconds == seconds > AUDIT_SECONDS
+
+
+def is_silent(bench: Bench, peer: str) -> bool:
+    return bench.run.audits.standings.get(PeerId(peer)).silent
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_an_auditor_with_other_digests_and_no_distance_is_asked_last(answers: bool) -> None:
+    bench = audited("a0", "b0", "c0", "a1", microbatches=4)
+    auditor, order = comparing(bench)
+    if answers:
+        no_answer(bench, auditor, order)
+    else:
+        bench.tick(1.5 * AUDIT_SECONDS + 0.5)
+    assert is_silent(bench, auditor)
+    bench.report("a0", 1, 2)
+    other = ({"b0", "c0"} - {auditor}).pop()
+    asked = {peer: len(sent) for peer, sent in orders(bench).items()}
+    assert asked == {other: 2}
+
+
+def test_an_auditor_that_compares_is_not_silent_any_more() -> None:
+    bench = audited("a0", "b0", "a1", microbatches=1)
+    bench.run.audits.standings.kept(PeerId("b0")).silent = True
+    auditor, order = comparing(bench)
+    bench.audited(auditor, order, false(order), distance=1.0)
+    assert not is_silent(bench, "b0")
+
+
+def test_no_close_waits_for_an_auditor_that_was_silent() -> None:
+    """Otherwise it could hold up each step for as long as showing takes."""
+    bench = audited("a0", "b0", "a1", microbatches=1)
+    bench.run.audits.standings.kept(PeerId("b0")).silent = True
+    comparing(bench)
+    bench.tick(verdicts.HOLD_SECONDS + 0.1)
+    (order,) = [order for found in orders(bench).values() for order in found]
+    assert order.sources is not None, "it begins anew, hidden"
 
 
 def test_within_the_tolerance_an_unlike_machine_passes() -> None:

@@ -19,13 +19,10 @@ from swarm_coordinator.core.trust.audits import (
     AuditOrder,
     OpenAudit,
 )
+from swarm_coordinator.core.trust.showing import showing_seconds
 from swarm_shared.base.types import PeerId, StageIndex
 from swarm_shared.protocol import Audit, AuditSources, Comparison
 from swarm_shared.trust.votes import MAX_VOTERS
-
-UNKNOWN_UPLINK_SECONDS = 300.0
-"""Shortest time to compare in a step before which no average was taken: 75 MiB at 2 Mbit/s, which
-is more than tensors and sample of a stage of preset `7b`."""
 
 AUDIT_SECONDS = 5.0
 """Seconds that an auditor has for its answer, at least: the time that a step takes, if that is
@@ -82,8 +79,9 @@ def _has_agreed(run: RunState, audit: OpenAudit, peer: PeerState) -> bool:
 def ask_one_of(
     run: RunState, step: StepState, audit: OpenAudit, candidates: list[PeerState], now: float
 ) -> None:
-    """Ask a trusted owner, or the candidate with the fewest audits in hand. Ask none while all
-    candidates have MAX_IN_HAND, or while a peer that is to give the inputs has not counted."""
+    """Ask a trusted owner, or the candidate with the fewest audits in hand; one that was silent is
+    asked last. Ask none while all candidates have MAX_IN_HAND, or while a peer that is to give the
+    inputs has not counted."""
     if not can_go_on(run, step, audit):
         return
     busy = {peer.peer: step.audits.in_hand(peer.peer) for peer in candidates}
@@ -93,15 +91,17 @@ def ask_one_of(
     free = [peer for peer in preferred if busy[peer.peer] < MAX_IN_HAND]
     if not free:
         return
-    trusted = run.audits.settings.trusted_owners
+    standings, trusted = run.audits.standings, run.audits.settings.trusted_owners
     free_alike = [peer for peer in alike if busy[peer.peer] < MAX_IN_HAND]
     if 0 < len(free_alike) < len(free) and run.audits.draw() < ALIKE_FIRST_SHARE:
         free = free_alike
     lots = {peer.peer: run.audits.draw() for peer in free}
-    chosen = min(
-        free, key=lambda peer: (owner_of(peer) not in trusted, busy[peer.peer], lots[peer.peer])
-    )
-    ask(run, step, audit, chosen, now)
+
+    def rank(peer: PeerState) -> tuple[bool, bool, int, float]:
+        owner = owner_of(peer)
+        return owner not in trusted, standings.get(owner).silent, busy[peer.peer], lots[peer.peer]
+
+    ask(run, step, audit, min(free, key=rank), now)
 
 
 def ask(
@@ -110,21 +110,16 @@ def ask(
 ) -> None:  # fmt: skip
     """Send a peer the order to audit; with `compares` it also gets the claim."""
     run.audits.last_audit += 1
+    claimed, comparison, seconds = audit.claim.transcript, None, 0.0
+    if compares:
+        audit.sample = audit.sample or run.audits.draw_secret()
+        seconds = _showing_seconds(run, step, audit.stage)
+        comparison = Comparison(claimed=claimed, sample=audit.sample, seconds=seconds)
     audit.order = AuditOrder(
-        run.audits.last_audit, auditor.peer, owner_of(auditor), now, compares,
+        run.audits.last_audit, auditor.peer, owner_of(auditor), now, compares, seconds,
         auditor.profile.binding,
     )  # fmt: skip
     audit.asked[auditor.peer] = owner_of(auditor)
-    if compares:
-        audit.sample = audit.sample or run.audits.draw_secret()
-    claimed = audit.claim.transcript
-    comparison = (
-        Comparison(
-            claimed=claimed, sample=audit.sample, averaging_seconds=run.history.averaging_seconds
-        )
-        if compares
-        else None
-    )
     is_last = audit.stage == run.manifest.stage_count - 1
     run.send(
         auditor.peer,
@@ -173,9 +168,9 @@ def _sources(run: RunState, step: StepState, audit: OpenAudit) -> AuditSources |
 
 
 def _patience_seconds(run: RunState, step: StepState, audit: OpenAudit, *, compares: bool) -> float:
-    """Seconds for which the auditor waits for the peers beside the audited one, and for what the
-    audited one claims: half of its time. In a contest it waits all of its time for the inputs: the
-    audited peer may have left, or give nothing."""
+    """Seconds for which the auditor waits for the peers beside the audited one: half of its time.
+    In a contest it waits all of its time for the inputs: the audited peer may have left, or give
+    nothing."""
     waits_on = audit.confirms and not compares
     return answer_seconds(run, step) * (1.0 if waits_on else 0.5)
 
@@ -187,12 +182,13 @@ def answer_seconds(run: RunState, step: StepState) -> float:
     return max(AUDIT_SECONDS, held_up.pace(step) or (0.0 if last is None else last.seconds))
 
 
+def _showing_seconds(run: RunState, step: StepState, stage: StageIndex) -> float:
+    """Seconds for which an auditor waits for what is claimed: half of its time, or as long as the
+    slowest uplink takes."""
+    slowest = showing_seconds(run.manifest, stage, run.history.averaging_seconds)
+    return max(answer_seconds(run, step) / 2, slowest)
+
+
 def overdue_at(run: RunState, step: StepState, order: AuditOrder) -> float:
-    """When an auditor's answer is overdue. One that compares has twice the time, as what is claimed
-    comes from the audited peer; and as long as a slow uplink may take while no average has shown
-    how fast the members' are."""
-    seconds = answer_seconds(run, step)
-    if order.compares:
-        known = run.history.averaging_seconds > 0.0
-        seconds = max(2.0 * seconds, 0.0 if known else UNKNOWN_UPLINK_SECONDS)
-    return order.asked_at + seconds
+    """When an auditor's answer is overdue. One that compares also waits for the audited peer."""
+    return order.asked_at + answer_seconds(run, step) + order.showing_seconds

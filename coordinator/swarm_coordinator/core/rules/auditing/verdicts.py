@@ -214,6 +214,7 @@ def _record(
     """Enter a statement as a vote, or have the auditor compare the tensors."""
     audit.order = None
     statement = event.statement
+    _note_silence(run, order, silent=statement is None)
     if statement is not None and (
         statement.step, statement.microbatch, statement.stage, statement.peer
     ) == (step.step, audit.microbatch, audit.stage, audit.peer):  # fmt: skip
@@ -584,6 +585,7 @@ def advance(run: RunState, now: float) -> None:
             continue
         for audit in _current_audits(run, step, now):
             if audit.order is not None and _is_overdue(run, step, audit.order, now):
+                _note_silence(run, audit.order, silent=True)
                 audit.order = None
             if auditors.can_go_on(run, step, audit):
                 _proceed(run, step, audit, now)
@@ -607,6 +609,16 @@ def _is_overdue(run: RunState, step: StepState, order: AuditOrder, now: float) -
     return not is_there or now > auditors.overdue_at(run, step, order)
 
 
+def _note_silence(run: RunState, order: AuditOrder, *, silent: bool) -> None:
+    """Note whether an auditor that was to compare did: each that lets the run wait does so once."""
+    if order.compares:
+        run.audits.standings.kept(order.owner).silent = silent
+
+
+def _is_silent(run: RunState, order: AuditOrder) -> bool:
+    return run.audits.standings.get(order.owner).silent
+
+
 def delay_close(run: RunState, step: StepState, complete_at: float, now: float) -> bool:
     """Return whether a step, complete since `complete_at`, waits for its audits; end the audits
     that have reached their limit."""
@@ -616,8 +628,9 @@ def delay_close(run: RunState, step: StepState, complete_at: float, now: float) 
         disputed = audit.disputed or bool(step.audits.broken.get(audit.microbatch))
         factor = DISPUTE_FACTOR if disputed else HIDDEN_FACTOR if audit.hidden else 1.0
         until = max(complete_at, audit.opened_at) + wait * factor
-        if audit.order is not None and audit.order.compares:
-            until = max(until, auditors.overdue_at(run, step, audit.order))
+        order = audit.order
+        if order is not None and order.compares and not _is_silent(run, order):
+            until = max(until, auditors.overdue_at(run, step, order))
         if now < until:
             waiting = True
             continue
