@@ -18,6 +18,7 @@ import trio.testing
 from kits.client.held_stage import member_of
 from kits.network.nodes import ANY_PORT, a_node
 from swarm_client.auditing import exchange
+from swarm_client.auditing.auditor import Auditor
 from swarm_client.auditing.exchange import (
     FETCHING_LIMITS,
     MAX_SERVED,
@@ -29,18 +30,21 @@ from swarm_client.auditing.inputs import (
     TensorsWithheld,
     inputs_fit,
 )
+from swarm_client.stage.protocol.messages import AuditDone
 from swarm_client.stage.protocol.slot_sizes import SlotSizes
 from swarm_shared.base.errors import AdmissionError, SwarmError
-from swarm_shared.base.transcript import KeptTensors
+from swarm_shared.base.transcript import KeptTensors, Transcript
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
 from swarm_shared.identity.keys import Identity
-from swarm_shared.identity.signing import encode_envelope
-from swarm_shared.identity.work_statements import AuditPermit, wire_digest
+from swarm_shared.identity.signing import decode_envelope, encode_envelope
+from swarm_shared.identity.work_statements import AuditPermit, AuditStatement, wire_digest
 from swarm_shared.protocol import (
     AUDIT_PROTOCOL,
     PART_BYTES,
     Audit,
+    AuditResult,
     AuditSources,
+    Comparison,
     KeptRequest,
     TransferHello,
     encode,
@@ -277,6 +281,51 @@ async def test_what_a_peer_claims_and_does_not_show_in_time_is_withheld(tmp_path
         inputs = AuditInputs(found.members["auditor"], found)
         with pytest.raises(TensorsWithheld, match=r"has not shown what it claims within 0\.2 s"):
             await inputs.write_computed(hidden(found), (), 8, 0.2, tmp_path / "shown")
+
+
+async def test_an_auditor_waits_for_what_is_claimed_as_long_as_the_order_says(
+    tmp_path: Path,
+) -> None:
+    async with world(tmp_path) as found, trio.open_nursery() as nursery:
+        found.stalls.add("audited")
+        answers, answered = trio.open_memory_channel[AuditResult](1)
+        member = found.members["auditor"]
+        member.nursery, member.coordinator = nursery, SimpleNamespace(send=answers.send_nowait)
+        member.identity = Identity.from_seed(b"a" * 32)
+        worker = _Computes(sizes_of(0, len(GRADIENT)))
+        pipeline = SimpleNamespace(
+            server=SimpleNamespace(paused=False),
+            holding=SimpleNamespace(
+                stage=1, worker=worker, account=SimpleNamespace(works_on=lambda _: True)
+            ),
+        )
+        found.given |= {"before": INPUT, "behind": GRADIENT}
+        auditor = Auditor(member, cast(Any, pipeline), found, tmp_path / "audits")
+        comparison = Comparison(claimed=worker.transcript, sample="5eed" * 8, seconds=0.2)
+        began_at = trio.current_time()
+        auditor.take(hidden(found).model_copy(update={"comparison": comparison}))
+        answer = await answered.receive()
+        assert 0.2 <= trio.current_time() - began_at < 5.0
+        assert answer.statement is not None
+        statement = AuditStatement.open(decode_envelope(answer.statement, "an answer"))
+        assert statement.transcript == worker.transcript
+        assert statement.distance is None, "what is not shown is withheld"
+
+
+class _Computes:
+    """A stage worker that audits."""
+
+    transcript = Transcript(
+        input=wire_digest(INPUT), output=wire_digest(b"o"), output_gradient=wire_digest(GRADIENT),
+        gradient=wire_digest(b"g"),
+    )  # fmt: skip
+
+    def __init__(self, sizes: SlotSizes) -> None:
+        self.sizes, self.configured = sizes, SimpleNamespace(own_elements=4, tied_elements=0)
+
+    async def audit(self, *order: Any) -> AuditDone:
+        *_, shown, _ = order
+        return AuditDone(transcript=self.transcript, distance=None if shown is None else 0.0)
 
 
 async def test_a_peer_that_the_roster_does_not_have_withholds_nothing(tmp_path: Path) -> None:
