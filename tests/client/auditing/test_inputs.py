@@ -284,8 +284,9 @@ async def test_what_a_peer_claims_and_does_not_show_in_time_is_withheld(tmp_path
 
 
 async def test_an_auditor_waits_for_what_is_claimed_as_long_as_the_order_says(
-    tmp_path: Path,
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO")
     async with world(tmp_path) as found, trio.open_nursery() as nursery:
         found.stalls.add("audited")
         answers, answered = trio.open_memory_channel[AuditResult](1)
@@ -302,10 +303,9 @@ async def test_an_auditor_waits_for_what_is_claimed_as_long_as_the_order_says(
         found.given |= {"before": INPUT, "behind": GRADIENT}
         auditor = Auditor(member, cast(Any, pipeline), found, tmp_path / "audits")
         comparison = Comparison(claimed=worker.transcript, sample="5eed" * 8, seconds=0.2)
-        began_at = trio.current_time()
         auditor.take(hidden(found).model_copy(update={"comparison": comparison}))
         answer = await answered.receive()
-        assert 0.2 <= trio.current_time() - began_at < 5.0
+        assert "has not shown what it claims within 0.2 s" in caplog.text
         assert answer.statement is not None
         statement = AuditStatement.open(decode_envelope(answer.statement, "an answer"))
         assert statement.transcript == worker.transcript
