@@ -22,11 +22,12 @@ from pydantic import Field, ValidationError, field_validator
 
 from swarm_coordinator.core.events import CheckpointRecord
 from swarm_coordinator.durability.journal_audit import StepShape, database_problems
-from swarm_coordinator.durability.run_files import database_location, load_manifest
+from swarm_coordinator.durability.run_files import database_location, load_manifest, load_settings
 from swarm_coordinator.run_dir.checkpoint_files import CheckpointFolder
 from swarm_coordinator.run_dir.folder import RunFolder, disk_errors, quoted, read_bytes
 from swarm_coordinator.run_dir.initial_states import initial_files
 from swarm_coordinator.run_dir.state_files import file_sha256
+from swarm_coordinator.storage.connection import PostgresqlLocation
 from swarm_coordinator.storage.database import copy_database, database_exists, open_for_reading
 from swarm_coordinator.storage.records import LARGEST_GENERATION, read_checkpoints, read_restored
 from swarm_shared.base.atomic_file import (
@@ -36,7 +37,7 @@ from swarm_shared.base.atomic_file import (
     sync_tree,
     write_atomically,
 )
-from swarm_shared.base.errors import StorageError, UsageError
+from swarm_shared.base.errors import ConfigurationError, StorageError, UsageError
 from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.types import RunId, Version
 from swarm_shared.identity.signed_manifest import run_id_of
@@ -92,7 +93,10 @@ class BackupSummary(FrozenModel):
 def make_backup(
     folder: RunFolder, out: Path, *, with_key: bool = True, with_data: bool = True
 ) -> BackupSummary:
-    """Save the run to the new folder `out`, which appears complete or not at all."""
+    """Save the run to the new folder `out`, which appears complete or not at all.
+
+    Without the key, it has no password of a database on a server either.
+    """
     if out.exists():
         raise UsageError(f"{out} is there already; choose another name for the backup")
     manifest = load_manifest(folder)
@@ -126,6 +130,8 @@ def _fill(
             secret = path.name in _SECRET_FILES
             _copy(path, target / path.relative_to(folder.path), private=secret)
     saved_at, location = time.time(), database_location(folder)
+    if isinstance(location, PostgresqlLocation) and not with_key:
+        _remove_password(folder, target, location)
     checkpoint, version, generation = None, Version(0), 0
     if database_exists(location):
         for attempt in range(_ATTEMPTS):
@@ -148,6 +154,18 @@ def _fill(
         saved_at=saved_at, version=version, generation=generation, checkpoint=checkpoint,
         files=tuple(_file_list(target)),
     )  # fmt: skip
+
+
+def _remove_password(folder: RunFolder, target: Path, location: PostgresqlLocation) -> None:
+    """Rewrite the copy of run.toml without the secrets in the address of its database."""
+    copied = RunFolder(target)
+    text = copied.settings.read_text(encoding="utf-8-sig")
+    copied.settings.write_text(text.replace(location.url, location.public_url), encoding="utf-8")
+    if load_settings(copied).coordinator.store != location.public_url:
+        raise ConfigurationError(
+            f"{folder.settings} has the password of [coordinator] store written with escapes, so "
+            "that it cannot be left out of the backup; write it plainly, or into ~/.pgpass"
+        )
 
 
 def _copy_checkpoint(
