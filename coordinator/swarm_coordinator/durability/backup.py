@@ -37,14 +37,19 @@ from swarm_shared.base.atomic_file import (
     sync_tree,
     write_atomically,
 )
-from swarm_shared.base.errors import ConfigurationError, StorageError, UsageError
+from swarm_shared.base.errors import (
+    ConfigurationError,
+    StorageError,
+    SwarmError,
+    UsageError,
+    VersionError,
+)
 from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.types import RunId, Version
 from swarm_shared.identity.signed_manifest import run_id_of
 from swarm_shared.protocol import SOFTWARE_VERSION
 from swarm_shared.run.manifest import Manifest
 
-SUMMARY_NAME = "backup.json"
 MAX_RECORDED_BACKUPS = 50
 """Maximum number of backups listed in the run folder."""
 _LATEST_UNIX_SECONDS = 250_000_000_000
@@ -107,7 +112,7 @@ def make_backup(
         try:
             summary = _fill(folder, manifest, partial, with_key, with_data)
             content = summary.model_dump_json(indent=1).encode()
-            write_atomically(partial / SUMMARY_NAME, content)
+            write_atomically(RunFolder(partial).backup_summary, content)
             sync_tree(partial)
             verify_backup(partial)
             partial.rename(out)
@@ -212,20 +217,29 @@ def _file_list(folder: Path) -> Iterator[SavedFile]:
 
 def is_backup(path: Path) -> bool:
     """Whether a folder is a backup, by the file that describes it."""
-    return (path / SUMMARY_NAME).is_file()
+    return RunFolder(path).backup_summary.is_file()
 
 
 def read_summary(path: Path) -> BackupSummary:
-    """Read what a backup states of itself. UsageError: not a backup; StorageError: damaged."""
+    """Read what a backup states of itself.
+
+    UsageError: not a backup; VersionError: of another release; StorageError: damaged.
+    """
+    summary = RunFolder(path).backup_summary
     if not is_backup(path):
         raise UsageError(
-            f"{path} is not a backup (it has no {SUMMARY_NAME}); make one with "
+            f"{path} is not a backup (it has no {summary.name}); make one with "
             "`swarm-coordinator backup RUN_DIR OUT`"
         )
     try:
-        return BackupSummary.model_validate_json(read_bytes(path / SUMMARY_NAME))
+        return BackupSummary.model_validate_json(read_bytes(summary))
     except ValidationError as error:
-        raise StorageError(f"the backup {path} is damaged: {SUMMARY_NAME}") from error
+        if any(detail["loc"] == ("format",) for detail in error.errors()):
+            raise VersionError(
+                f"the backup {path} is of another release of swarm-coordinator; use the release "
+                "that made it"
+            ) from error
+        raise StorageError(f"the backup {path} is damaged: {summary.name}") from error
 
 
 def verify_backup(path: Path) -> BackupSummary:
@@ -286,6 +300,6 @@ def find_backup(folder: RunFolder) -> tuple[Path, BackupSummary] | None:
     for path in recorded_backups(folder):
         try:
             return path, verify_backup(path)
-        except (UsageError, StorageError):
-            continue
+        except SwarmError:
+            continue  # gone, damaged, or of another release
     return None
