@@ -91,6 +91,7 @@ def submit_request(folder: RunFolder, request: Request) -> dict[str, Any]:
 
 def execute_request(folder: RunFolder, request: Request) -> dict[str, Any]:
     """Execute the request, in the running coordinator or here; return its answer."""
+    folder.refuse_backup()
     answer = _execute(folder, request)
     if not answer.get("ok"):
         kind = _ERRORS.get(answer.get("exit_code", 1), SwarmError)

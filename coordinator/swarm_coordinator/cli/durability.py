@@ -22,7 +22,9 @@ from swarm_coordinator.durability.integrity_check import (
     set_aside,
 )
 from swarm_coordinator.durability.restore import restore_backup
+from swarm_coordinator.durability.run_files import database_location
 from swarm_coordinator.run_dir.folder import RunFolder, quoted
+from swarm_coordinator.storage.connection import PostgresqlLocation
 from swarm_shared.base.errors import UsageError
 from swarm_shared.base.text import printable_line
 
@@ -83,7 +85,11 @@ def _document(check: RunCheck) -> dict[str, object]:
 @click.command("backup")
 @RUN_DIR
 @click.argument("out", type=click.Path(path_type=Path))
-@click.option("--no-key", is_flag=True, help="Leave out organiser.key and the token of the invite.")
+@click.option(
+    "--no-key",
+    is_flag=True,
+    help="Leave out organiser.key, the token of the invite, and the password of a database.",
+)
 @click.option("--no-data", is_flag=True, help="Leave out the training data.")
 def backup_command(run_dir: Path, out: Path, no_key: bool, no_data: bool) -> None:
     """Save the run in RUN_DIR to the new folder OUT; its coordinator may keep running."""
@@ -102,6 +108,12 @@ def backup_command(run_dir: Path, out: Path, no_key: bool, no_data: bool) -> Non
             "organiser.key is not in the backup, and the run cannot be continued without it; "
             "keep a copy"
         )
+        location = database_location(folder)
+        if isinstance(location, PostgresqlLocation) and location.public_url != location.url:
+            click.echo(
+                "the password of the database is not in the backup; write it into ~/.pgpass on the "
+                "machine that restores it"
+            )
     else:
         click.echo("the backup holds organiser.key, which gives full control of this run")
 

@@ -127,6 +127,7 @@ def refresh_command(run_dir: Path) -> None:
     from swarm_coordinator.run_creation.initialise import refresh_manifest
 
     folder = RunFolder.open(run_dir)
+    folder.refuse_backup()
     restored = read_progress(folder)
     if restored is not None and restored.version > 0:
         raise ConfigurationError(f"the run has applied {restored.version} steps already")

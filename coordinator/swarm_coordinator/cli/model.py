@@ -16,7 +16,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from swarm_coordinator.cli.arguments import RUN_DIR
-from swarm_coordinator.durability.run_files import database_location, load_manifest, read_database
+from swarm_coordinator.durability.run_files import (
+    database_location,
+    load_manifest,
+    read_database,
+    read_progress,
+)
 from swarm_coordinator.model_hub.model_card import RunFigures, model_card
 from swarm_coordinator.model_hub.models import check_push, push_model
 from swarm_coordinator.run_dir.checkpoint_files import CheckpointFolder
@@ -184,8 +189,9 @@ def reference_command(
     manifest = load_manifest(folder)
     wanted = min(steps or manifest.training.steps, manifest.training.steps)
     done: list[HistoryStep] = []
+    # Both fail before hours of training, not after them.
+    read_progress(folder)
     if json_file is not None:
-        # Fails before hours of training, not after them, if it cannot be written.
         _write_steps(json_file, done)
     if threads is not None:
         # Libraries under torch read this once, when they are loaded.

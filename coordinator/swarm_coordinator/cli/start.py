@@ -80,6 +80,7 @@ def start_command(run_dir: Path, port: int | None, http: str | None, standby: bo
     until Ctrl-C.
     """
     folder = RunFolder.open(run_dir)
+    folder.refuse_backup()
     _dashboard_process(folder, http)  # refuses what could not be served, before anything starts
     with folder.lock():
         location = database_location(folder)

@@ -28,7 +28,6 @@ from swarm_coordinator.dashboard.api_models import (
     Verdict,
 )
 from swarm_coordinator.dashboard.database_reader import DatabaseView
-from swarm_coordinator.dashboard.redact import without_addresses
 from swarm_coordinator.status.document import (
     SYNCING,
     AdmissionOverview,
@@ -41,6 +40,7 @@ from swarm_coordinator.status.document import (
     StatusDocument,
     current_health,
 )
+from swarm_coordinator.status.redact import without_addresses
 from swarm_shared.base.text import printable
 from swarm_shared.credit.credit import work_shares
 from swarm_shared.protocol import SOFTWARE_VERSION

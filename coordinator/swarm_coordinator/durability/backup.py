@@ -22,11 +22,12 @@ from pydantic import Field, ValidationError, field_validator
 
 from swarm_coordinator.core.events import CheckpointRecord
 from swarm_coordinator.durability.journal_audit import StepShape, database_problems
-from swarm_coordinator.durability.run_files import database_location, load_manifest
+from swarm_coordinator.durability.run_files import database_location, load_manifest, load_settings
 from swarm_coordinator.run_dir.checkpoint_files import CheckpointFolder
 from swarm_coordinator.run_dir.folder import RunFolder, disk_errors, quoted, read_bytes
 from swarm_coordinator.run_dir.initial_states import initial_files
 from swarm_coordinator.run_dir.state_files import file_sha256
+from swarm_coordinator.storage.connection import PostgresqlLocation
 from swarm_coordinator.storage.database import copy_database, database_exists, open_for_reading
 from swarm_coordinator.storage.records import LARGEST_GENERATION, read_checkpoints, read_restored
 from swarm_shared.base.atomic_file import (
@@ -36,14 +37,19 @@ from swarm_shared.base.atomic_file import (
     sync_tree,
     write_atomically,
 )
-from swarm_shared.base.errors import StorageError, UsageError
+from swarm_shared.base.errors import (
+    ConfigurationError,
+    StorageError,
+    SwarmError,
+    UsageError,
+    VersionError,
+)
 from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.types import RunId, Version
 from swarm_shared.identity.signed_manifest import run_id_of
 from swarm_shared.protocol import SOFTWARE_VERSION
 from swarm_shared.run.manifest import Manifest
 
-SUMMARY_NAME = "backup.json"
 MAX_RECORDED_BACKUPS = 50
 """Maximum number of backups listed in the run folder."""
 _LATEST_UNIX_SECONDS = 250_000_000_000
@@ -92,7 +98,10 @@ class BackupSummary(FrozenModel):
 def make_backup(
     folder: RunFolder, out: Path, *, with_key: bool = True, with_data: bool = True
 ) -> BackupSummary:
-    """Save the run to the new folder `out`, which appears complete or not at all."""
+    """Save the run to the new folder `out`, which appears complete or not at all.
+
+    Without the key, it has no password of a database on a server either.
+    """
     if out.exists():
         raise UsageError(f"{out} is there already; choose another name for the backup")
     manifest = load_manifest(folder)
@@ -103,7 +112,7 @@ def make_backup(
         try:
             summary = _fill(folder, manifest, partial, with_key, with_data)
             content = summary.model_dump_json(indent=1).encode()
-            write_atomically(partial / SUMMARY_NAME, content)
+            write_atomically(RunFolder(partial).backup_summary, content)
             sync_tree(partial)
             verify_backup(partial)
             partial.rename(out)
@@ -126,6 +135,8 @@ def _fill(
             secret = path.name in _SECRET_FILES
             _copy(path, target / path.relative_to(folder.path), private=secret)
     saved_at, location = time.time(), database_location(folder)
+    if isinstance(location, PostgresqlLocation) and not with_key:
+        _remove_password(folder, target, location)
     checkpoint, version, generation = None, Version(0), 0
     if database_exists(location):
         for attempt in range(_ATTEMPTS):
@@ -148,6 +159,18 @@ def _fill(
         saved_at=saved_at, version=version, generation=generation, checkpoint=checkpoint,
         files=tuple(_file_list(target)),
     )  # fmt: skip
+
+
+def _remove_password(folder: RunFolder, target: Path, location: PostgresqlLocation) -> None:
+    """Rewrite the copy of run.toml without the secrets in the address of its database."""
+    copied = RunFolder(target)
+    text = copied.settings.read_text(encoding="utf-8-sig")
+    copied.settings.write_text(text.replace(location.url, location.public_url), encoding="utf-8")
+    if load_settings(copied).coordinator.store != location.public_url:
+        raise ConfigurationError(
+            f"{folder.settings} has the password of [coordinator] store written with escapes, so "
+            "that it cannot be left out of the backup; write it plainly, or into ~/.pgpass"
+        )
 
 
 def _copy_checkpoint(
@@ -194,20 +217,29 @@ def _file_list(folder: Path) -> Iterator[SavedFile]:
 
 def is_backup(path: Path) -> bool:
     """Whether a folder is a backup, by the file that describes it."""
-    return (path / SUMMARY_NAME).is_file()
+    return RunFolder(path).backup_summary.is_file()
 
 
 def read_summary(path: Path) -> BackupSummary:
-    """Read what a backup states of itself. UsageError: not a backup; StorageError: damaged."""
+    """Read what a backup states of itself.
+
+    UsageError: not a backup; VersionError: of another release; StorageError: damaged.
+    """
+    summary = RunFolder(path).backup_summary
     if not is_backup(path):
         raise UsageError(
-            f"{path} is not a backup (it has no {SUMMARY_NAME}); make one with "
+            f"{path} is not a backup (it has no {summary.name}); make one with "
             "`swarm-coordinator backup RUN_DIR OUT`"
         )
     try:
-        return BackupSummary.model_validate_json(read_bytes(path / SUMMARY_NAME))
+        return BackupSummary.model_validate_json(read_bytes(summary))
     except ValidationError as error:
-        raise StorageError(f"the backup {path} is damaged: {SUMMARY_NAME}") from error
+        if any(detail["loc"] == ("format",) for detail in error.errors()):
+            raise VersionError(
+                f"the backup {path} is of another release of swarm-coordinator; use the release "
+                "that made it"
+            ) from error
+        raise StorageError(f"the backup {path} is damaged: {summary.name}") from error
 
 
 def verify_backup(path: Path) -> BackupSummary:
@@ -268,6 +300,6 @@ def find_backup(folder: RunFolder) -> tuple[Path, BackupSummary] | None:
     for path in recorded_backups(folder):
         try:
             return path, verify_backup(path)
-        except (UsageError, StorageError):
-            continue
+        except SwarmError:
+            continue  # gone, damaged, or of another release
     return None

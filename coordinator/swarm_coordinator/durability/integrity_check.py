@@ -23,7 +23,7 @@ from swarm_coordinator.run_dir.initial_states import verify_initial_states
 from swarm_coordinator.storage.database import database_exists, open_for_reading
 from swarm_coordinator.storage.records import read_checkpoints, read_restored
 from swarm_coordinator.storage.sqlite import DatabaseDamaged
-from swarm_shared.base.errors import StorageError, SwarmError
+from swarm_shared.base.errors import StorageError, SwarmError, VersionError
 from swarm_shared.base.types import Version
 from swarm_shared.run.manifest import Manifest
 
@@ -109,9 +109,11 @@ class _Inspection:
 
     @contextlib.contextmanager
     def finding(self, part: str, version: int | None = None) -> Iterator[None]:
-        """Make a finding of an error of the block."""
+        """Make a finding of an error of the block. What another release has written is whole."""
         try:
             yield
+        except VersionError:
+            raise
         except SwarmError as error:
             self._findings.append(IntegrityFinding(part, str(error), version))
 

@@ -27,7 +27,7 @@ from swarm_coordinator.storage.database import postgresql_driver
 from swarm_coordinator.storage.records import generation_floor
 from swarm_coordinator.storage.store import SqliteStore
 from swarm_shared.base.atomic_file import make_folder, storage_error, sync_folder, sync_tree
-from swarm_shared.base.errors import StorageError, SwarmError, UsageError
+from swarm_shared.base.errors import StorageError, SwarmError, UsageError, VersionError
 from swarm_shared.base.types import Version
 from swarm_shared.identity.signed_manifest import run_id_of
 
@@ -111,7 +111,7 @@ def _replaceable(run_dir: Path, summary: BackupSummary) -> Iterator[None]:
     folder = RunFolder(run_dir)
     if not folder.settings.exists() and not folder.manifest.exists():
         raise UsageError(f"{run_dir} is not the folder of a run; choose another name")
-    with contextlib.suppress(StorageError):
+    with contextlib.suppress(StorageError, VersionError):
         if run_id_of(load_manifest(folder)) != summary.run:
             raise UsageError(f"{run_dir} holds another run than the backup; choose another name")
     with folder.lock():

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
+from pydantic import ValidationError
+
 from swarm_coordinator.admission.book import AdmissionBook
 from swarm_coordinator.configuration.run_settings import (
     SQLITE,
@@ -23,7 +25,8 @@ from swarm_coordinator.storage.admission_rows import read_admission
 from swarm_coordinator.storage.connection import Connection, DatabaseLocation, PostgresqlLocation
 from swarm_coordinator.storage.database import database_exists, open_for_reading
 from swarm_coordinator.storage.records import read_restored
-from swarm_shared.base.errors import ConfigurationError, ProtocolError, StorageError
+from swarm_shared.base.errors import ConfigurationError, ProtocolError, StorageError, VersionError
+from swarm_shared.base.json_messages import first_error
 from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.signed_manifest import MAX_MANIFEST_BYTES, open_manifest
 from swarm_shared.run.manifest import Manifest
@@ -55,11 +58,18 @@ def load_identity(folder: RunFolder) -> Identity:
 
 
 def load_manifest(folder: RunFolder) -> Manifest:
-    """Read the manifest; StorageError unless the folder's own organiser signed it."""
+    """Read the manifest; StorageError unless the folder's own organiser signed it, VersionError if
+    another release did."""
     envelope = read_bytes(folder.manifest, MAX_MANIFEST_BYTES)
     try:
         return open_manifest(envelope, load_identity(folder).peer_id)
     except ProtocolError as error:
+        if isinstance(error.__cause__, ValidationError):  # its signature has been verified by then
+            raise VersionError(
+                f"{folder.manifest} is of another release of swarm-coordinator "
+                f"({first_error(error.__cause__)}); use the release that wrote it, or make a new "
+                "run with `swarm-coordinator init`"
+            ) from error
         raise StorageError(
             f"{folder.manifest} is damaged or was not signed with this folder's organiser.key "
             f"({error}); restore both from a copy"

@@ -66,6 +66,8 @@ class RunFolder:
     status = _Part("status.json")
     log = _Part("log")
     lock_file = _Part("lock")
+    backup_summary = _Part("backup.json")
+    """File that makes the folder a backup of a run."""
     port_file = _Part("port")
     socket = _Part("commands.sock")
     """Socket on which a running coordinator takes commands."""
@@ -95,11 +97,12 @@ class RunFolder:
         StorageError if a part of it is missing, unless `complete` is False.
         """
         folder = cls(path)
+        if path.exists() and not path.is_dir():
+            raise UsageError(f"{path} is a file; name the folder of a run")
         if not path.is_dir():
-            what = "is a file" if path.exists() else "does not exist"
             raise UsageError(
-                f"{path} {what}; make a run there with `swarm-coordinator init {quoted(path)}`, "
-                "or name the folder of a run"
+                f"{path} does not exist; make a run there with `swarm-coordinator init "
+                f"{quoted(path)}`, or name the folder of a run"
             )
         if not folder.settings.exists() and not folder.manifest.exists():
             raise UsageError(
@@ -109,9 +112,18 @@ class RunFolder:
         for part in (folder.settings, folder.manifest, folder.organiser_key, folder.data):
             if complete and not part.exists():
                 raise StorageError(
-                    f"the run folder {path} has lost its {part.name}; restore it from a copy"
+                    f"the run folder {path} has lost its {part.name}; restore it from a copy "
+                    f"(`swarm-coordinator verify {quoted(path)}` names the last good backup)"
                 )
         return folder
+
+    def refuse_backup(self) -> None:
+        """Raise UsageError for a backup: it stays as it was saved."""
+        if self.backup_summary.exists():
+            raise UsageError(
+                f"{self.path} is a backup, which is kept as it is; continue its run in another "
+                f"folder with `swarm-coordinator restore {quoted(self.path)} RUN_DIR`"
+            )
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:

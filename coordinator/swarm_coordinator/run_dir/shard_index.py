@@ -54,7 +54,10 @@ def read_shard_index(folder: Path) -> ShardIndex:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+        raise DataError(
+            f"{path} cannot be read ({error.strerror}); restore it from a copy, or name a folder "
+            "that `swarm-coordinator init` wrote"
+        ) from error
     try:
         return ShardIndex.model_validate_json(content)
     except ValidationError as error:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import unquote
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,18 @@ class PostgresqlLocation:
         for messages and logs."""
         without_password = re.sub(r"(//[^/@:]*):.*@", r"\1:…@", self.url)
         return re.sub(r"\?.*", "?…", without_password)
+
+    @property
+    def public_url(self) -> str:
+        """The address without secrets: the driver then takes the password from ~/.pgpass."""
+        address, mark, parameters = re.sub(r"(//[^/@:]*):[^/]*@", r"\1@", self.url).partition("?")
+        kept = [part for part in parameters.split("&") if not _names_a_secret(part)]
+        return address + mark + "&".join(kept) if kept else address
+
+
+def _names_a_secret(parameter: str) -> bool:
+    name = unquote(parameter.partition("=")[0])
+    return "password" in name or "secret" in name
 
 
 DatabaseLocation = Path | PostgresqlLocation

@@ -298,6 +298,11 @@ def explain(location: PostgresqlLocation, error: Exception) -> StorageError:
             "was acknowledged is lost"
         )
     # Errors while connecting have no class of their own.
+    if "no password supplied" in text:
+        return StorageError(
+            f"{location} asks for a password ({text}); write it into ~/.pgpass, as "
+            "HOST:PORT:DATABASE:USER:PASSWORD, and let only yourself read that file (chmod 600)"
+        )
     if "authentication failed" in text or "no pg_hba.conf entry" in text:
         return StorageError(f"{location} does not let this user in ({text}); check the address")
     if isinstance(error, psycopg.OperationalError) and "does not exist" in text:

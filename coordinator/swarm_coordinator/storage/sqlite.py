@@ -45,8 +45,8 @@ def open_read_only(path: Path) -> sqlite3.Connection:
     """Open a connection that only reads, whether a coordinator is running or not."""
     if not path.is_file():
         raise StorageError(
-            f"there is no run database at {path}; the run has not been started yet, "
-            f"or this is not a run folder"
+            f"there is no run database at {path}, as the run has not been started yet; "
+            f"`swarm-coordinator start {quoted(path.parent)}` starts it"
         )
     with storage_errors(path):
         try:

@@ -15,6 +15,7 @@ import re
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
+from swarm_coordinator.status.redact import without_addresses
 from swarm_coordinator.tracking.targets import TrackedRun, needs
 from swarm_coordinator.tracking.trace_reader import StepTrace
 from swarm_shared.base.errors import NetworkError, UsageError
@@ -67,7 +68,9 @@ class OpenTelemetryTraces:
         root = self._start(record, INVALID_SPAN, "step", began, _attributes(record))
         for event in record.events:
             of_peer = {} if event.peer is None else {"swarm.peer.id": event.peer}
-            root.add_event(event.text, of_peer, _nanoseconds(event.written_at))
+            # A receiver may be another company's, and a note names the address that failed.
+            text = without_addresses(event.text)
+            root.add_event(text, of_peer, _nanoseconds(event.written_at))
         whole: dict[str, Span] = {}
         for part in record.parts:
             if part.stage is None:

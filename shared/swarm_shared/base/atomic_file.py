@@ -28,6 +28,7 @@ _ADVICE: dict[int, str] = {
     errno.EPERM: "you may not write there; change its permissions or choose another folder",
     errno.EROFS: "that file system is read-only; choose another folder",
     errno.ENOENT: "that folder does not exist; make it or choose another folder",
+    errno.EEXIST: "there is a file in its place; move it away or choose another folder",
     errno.ENOTDIR: "part of that path is a file, not a folder; choose another folder",
     errno.EISDIR: "there is a folder of that name; move it away or choose another name",
     errno.ENAMETOOLONG: "that name is too long; choose a shorter one",

@@ -10,7 +10,8 @@ trains it; the same texts always give the same tokenizer, whatever the number of
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -72,13 +73,11 @@ class JsonTokenizer:
 
     def __init__(self, content: bytes, where: str) -> None:
         """DataError if `content`, which lies at `where`, is no tokenizer."""
-        try:
+        with _library_errors(
+            f"{where} is not a tokenizer",
+            "use a tokenizer.json as the tokenizers package writes it",
+        ):
             backend = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
-        except Exception as error:
-            raise DataError(
-                f"{where} is not a tokenizer ({error}); use a tokenizer.json as the tokenizers "
-                "package writes it"
-            ) from error
         special = {token.content for token in backend.get_added_tokens_decoder().values()
                    if token.special}  # fmt: skip
         separator = next((token for token in END_OF_TEXT_TOKENS if token in special), None)
@@ -108,16 +107,20 @@ class JsonTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
         """Encode every text. DataError if one has what the tokenizer has no token for."""
-        try:
-            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        except Exception as error:
-            unknown = next(filter(None, map(self._first_unknown, texts)), None)
-            raise DataError(unknown or f"the tokenizer cannot encode it ({error})") from error
+        with _library_errors("the tokenizer cannot encode it", "use another one, or another text"):
+            try:
+                encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+            except Exception as error:
+                unknown = next(filter(None, map(self._first_unknown, texts)), None)
+                if unknown is None:
+                    raise
+                raise DataError(unknown) from error
         return [np.asarray(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
         known = _known_ids(ids, self.vocabulary_size)
-        return str(self._backend.decode(known.tolist(), skip_special_tokens=True))
+        with _library_errors("the tokenizer cannot decode what it encodes", "use another one"):
+            return str(self._backend.decode(known.tolist(), skip_special_tokens=True))
 
     def save(self, path: Path) -> str:
         """Write `tokenizer.json` and return its SHA-256, as the manifest names it."""
@@ -135,6 +138,21 @@ class JsonTokenizer:
                     "token; add it to the vocabulary, or <unk> for everything unknown"
                 )
         return None
+
+
+@contextmanager
+def _library_errors(seen: str, advice: str) -> Iterator[None]:
+    """Convert what the `tokenizers` package raises to a DataError."""
+    try:
+        yield
+    except DataError:
+        raise
+    except BaseException as error:
+        # A failed assertion in the package, as of a damaged file, is no Exception, and no module
+        # exports its class.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise DataError(f"{seen} ({error}); {advice}") from error
 
 
 Tokenizer = BytesTokenizer | JsonTokenizer

@@ -57,12 +57,18 @@ ModelT = TypeVar("ModelT", bound=FrozenModel)
 
 
 @dataclass(frozen=True, slots=True)
-class OpenedEnvelope:
-    """The content of an envelope after its signature was verified as `signer`'s."""
+class Envelope:
+    """A decoded envelope; it is `signer`'s only if `verify` accepts its signature."""
 
     signer: PeerId
     payload_type: bytes
     payload: bytes
+    signature: bytes
+
+    def verify(self, domain: str) -> None:
+        """SignatureError unless `signer` has signed the envelope in this domain."""
+        signed = _signed_bytes(domain, self.payload_type, self.payload)
+        verify(self.signer, signed, self.signature)
 
 
 def seal(identity: Identity, domain: str, payload_type: bytes, payload: bytes) -> bytes:
@@ -76,20 +82,19 @@ def open_envelope(
     domain: str,
     expected_signer: PeerId | None = None,
     max_bytes: int = MAX_ENVELOPE_BYTES,
-) -> OpenedEnvelope:
-    """Check an envelope and return its content.
+) -> Envelope:
+    """Check an envelope and return it decoded.
 
     FrameError: it is too long or not an envelope. SignatureError: the signature is not valid in
     this domain, or the signer is not `expected_signer`.
     """
-    _check_length(envelope, max_bytes)
-    envelope = bytes(envelope)
-    public_key, payload_type, payload, signature = _decode(envelope)
-    signer = peer_id_of(public_key)
-    if expected_signer is not None and signer != expected_signer:
-        raise SignatureError(f"a message that {expected_signer} must sign is signed by {signer}")
-    verify(signer, _signed_bytes(domain, payload_type, payload), signature)
-    return OpenedEnvelope(signer, payload_type, payload)
+    opened = _decode(envelope, max_bytes)
+    if expected_signer is not None and opened.signer != expected_signer:
+        raise SignatureError(
+            f"a message that {expected_signer} must sign is signed by {opened.signer}"
+        )
+    opened.verify(domain)
+    return opened
 
 
 def encode_envelope(envelope: bytes) -> str:
@@ -127,7 +132,7 @@ def open_message(
 ) -> tuple[ModelT, PeerId]:
     """Return the checked message and its signer. Errors as in `open_envelope`."""
     opened = open_envelope(envelope, domain, expected_signer, max_bytes)
-    return _parsed(type, opened.payload_type, opened.payload, opened.signer), opened.signer
+    return _parsed(type, opened), opened.signer
 
 
 class SignedMessage(FrozenModel):
@@ -163,14 +168,12 @@ class SignedMessage(FrozenModel):
     def open_wanted(cls, envelope: bytes, is_wanted: Callable[[Self], bool]) -> Self | None:
         """As `open`; but None for a message that is not wanted by what it claims to be. Its
         signature, which costs more than all else, is not checked then."""
-        _check_length(envelope, cls.max_bytes)
-        public_key, payload_type, payload, signature = _decode(envelope)
-        signer = peer_id_of(public_key)
-        message = _parsed(cls, payload_type, payload, signer)
+        opened = _decode(envelope, cls.max_bytes)
+        message = _parsed(cls, opened)
         if not is_wanted(message):
             return None
-        verify(signer, _signed_bytes(cls.domain, payload_type, payload), signature)
-        return cls._checked(message, envelope, signer)
+        opened.verify(cls.domain)
+        return cls._checked(message, envelope, opened.signer)
 
     @classmethod
     def _checked(cls, message: Self, envelope: bytes, signed_by: PeerId) -> Self:
@@ -181,21 +184,14 @@ class SignedMessage(FrozenModel):
         return message
 
 
-def _check_length(envelope: bytes, max_bytes: int) -> None:
-    if len(envelope) > max_bytes:
-        raise FrameError(
-            f"a signed message of {len(envelope)} bytes is longer than the {max_bytes} allowed"
-        )
-
-
-def _parsed(type: type[ModelT], payload_type: bytes, payload: bytes, signer: PeerId) -> ModelT:
-    if payload_type != JSON_PAYLOAD_TYPE:
-        raise FrameError(f"a signed message has the unknown payload type {payload_type!r}")
+def _parsed(type: type[ModelT], opened: Envelope) -> ModelT:
+    if opened.payload_type != JSON_PAYLOAD_TYPE:
+        raise FrameError(f"a signed message has the unknown payload type {opened.payload_type!r}")
     try:
-        return type.model_validate_json(payload, strict=True)
+        return type.model_validate_json(opened.payload, strict=True)
     except ValidationError as error:
         raise FrameError(
-            f"{signer} signed something that is not a {type.__name__}: {first_error(error)}"
+            f"{opened.signer} signed something that is not a {type.__name__}: {first_error(error)}"
         ) from error
 
 
@@ -214,7 +210,12 @@ def _encode(public_key: bytes, payload_type: bytes, payload: bytes, signature: b
     return b"".join(parts)
 
 
-def _decode(envelope: bytes) -> tuple[bytes, bytes, bytes, bytes]:
+def _decode(envelope: bytes, max_bytes: int) -> Envelope:
+    if len(envelope) > max_bytes:
+        raise FrameError(
+            f"a signed message of {len(envelope)} bytes is longer than the {max_bytes} allowed"
+        )
+    envelope = bytes(envelope)
     fields: dict[bytes, bytes] = {}
     position = 0
     while position < len(envelope):
@@ -234,7 +235,7 @@ def _decode(envelope: bytes) -> tuple[bytes, bytes, bytes, bytes]:
     payload_type, payload = fields.get(_PAYLOAD_TYPE_TAG, b""), fields.get(_PAYLOAD_TAG, b"")
     if _encode(public_key, payload_type, payload, signature) != envelope:
         raise FrameError("a signed message is not spelt as envelopes are")
-    return public_key, payload_type, payload, signature
+    return Envelope(peer_id_of(public_key), payload_type, payload, signature)
 
 
 def _with_length(content: bytes) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import socket
@@ -29,6 +30,9 @@ from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.storage.history import HistoryStep
 from swarm_shared.base.types import Step, Version
 from swarm_shared.identity.invite import Invite
+from swarm_shared.identity.keys import Identity
+from swarm_shared.identity.signed_manifest import MANIFEST_DOMAIN, MAX_MANIFEST_BYTES
+from swarm_shared.identity.signing import open_envelope, seal
 from swarm_shared.run.manifest import CodecsConfig
 
 
@@ -56,6 +60,8 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         (["init", "x", "--preset", "huge"], "is not one of"),
         (["start", "x", "--port", "99999"], "is not in the range"),
         (["start", "/nonexistent/run"], "does not exist"),
+        (["start", __file__], "is a file; name the folder of a run"),
+        (["restore", __file__, "x"], "is not a backup"),
     ],
 )
 def test_wrong_words_exit_with_2(
@@ -73,9 +79,14 @@ def test_wrong_words_exit_with_2(
         (lambda f: f.manifest.write_bytes(b"{}"), "start", 7, "is damaged"),
         (lambda f: f.organiser_key.unlink(), "start", 7, "has lost its organiser.key"),
         (lambda f: f.organiser_key.chmod(0o644), "start", 3, "chmod 600"),
+        (lambda f: f.settings.unlink(), "start", 7, "names the last good backup"),
+        (lambda f: of_another_release(f), "start", 10, "use the release that wrote it"),
+        (lambda f: of_another_release(f), "verify", 10, "use the release that wrote it"),
+        (lambda f: database_of_another_release(f), "start", 10, "use the release that wrote it"),
+        (lambda f: database_of_another_release(f), "verify", 10, "use the release that wrote it"),
         (lambda f: f.database.write_bytes(b"x" * 9000), "start", 7, "is damaged"),
         (lambda f: f.database.write_bytes(b"x" * 9000), "history", 7, "swarm-coordinator verify"),
-        (lambda f: None, "history", 7, "has not been started"),
+        (lambda f: None, "history", 7, "starts it"),
         (lambda f: f.database.touch(), "history", 7, "has not been started"),
         (lambda f: announce(f, "example.org:4001"), "start", 3, "[network] announce"),
         (lambda f: announce(f, "example.org:4001"), "invite", 3, "[network] announce"),
@@ -89,6 +100,7 @@ def test_bad_input_is_one_sentence_with_its_exit_code(
     damage(folder)
     seen, sentence = complains(capsys, command, folder.path)
     assert (seen, reason in sentence) == (code, True), sentence
+    assert "set-aside" not in sentence or code == 7, "only what is damaged is moved away"
 
 
 def test_a_port_in_use_exits_with_8(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
@@ -186,6 +198,14 @@ def test_a_reference_that_could_not_write_its_file_does_not_train_first(
     assert code == 7
 
 
+def test_a_reference_whose_run_cannot_be_read_does_not_train_first(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    database_of_another_release(folder)
+    assert run(["reference", str(folder.path), "--steps", "1", "--threads", "1"]) == 10
+    assert "step 1 loss" not in capsys.readouterr().out
+
+
 def test_export_without_a_checkpoint_says_what_to_do(
     folder: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -233,6 +253,22 @@ def test_a_finished_run_says_so_and_what_can_be_done_until_it_is_stopped(
     assert "swarm-coordinator export" in started.lines[1]
     assert "raise [training] steps" in started.lines[2]
     assert "stopping" not in started.lines[-1], "no step is in progress"
+
+
+def of_another_release(folder: RunFolder) -> None:
+    """Sign a manifest of a form that this release does not know, as another one would."""
+    identity = Identity.load(folder.organiser_key)
+    envelope = folder.manifest.read_bytes()
+    manifest = open_envelope(envelope, MANIFEST_DOMAIN, max_bytes=MAX_MANIFEST_BYTES)
+    content = manifest.payload.replace(b'{"format":1,', b'{"format":2,')
+    assert content != manifest.payload
+    folder.manifest.write_bytes(seal(identity, MANIFEST_DOMAIN, manifest.payload_type, content))
+
+
+def database_of_another_release(folder: RunFolder) -> None:
+    one_start(folder, applied(1))
+    with contextlib.closing(sqlite3.connect(folder.database)) as connection:
+        connection.execute("PRAGMA user_version = 99")
 
 
 def announce(folder: RunFolder, address: str) -> None:

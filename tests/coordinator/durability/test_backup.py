@@ -214,6 +214,32 @@ def test_a_backup_without_key_and_data_is_one_and_says_so(
     verify_backup(out)
 
 
+@pytest.mark.parametrize("command", ["start", "refresh", "token create"])
+def test_a_backup_is_kept_as_it_is(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    """Served from its backup, a run would give out numbers that volunteers have seen already."""
+    out = folder.path.parent / "saved"
+    make_backup(folder, out)
+    code, _, error = says(capsys, *command.split(), out)
+    assert (code, "swarm-coordinator restore" in error) == (2, True), error
+    verify_backup(out)
+
+
+def test_a_backup_of_another_release_is_not_damaged(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = folder.path.parent / "saved"
+    make_backup(folder, out)
+    text = (out / "backup.json").read_text()
+    (out / "backup.json").write_text(text.replace('"format": 1', '"format": 2'))
+    code, _, error = says(capsys, "verify", out)
+    assert (code, "is of another release" in error) == (10, True), error
+    folder.database.write_bytes(b"x" * 9000)
+    code, _, error = says(capsys, "verify", folder.path)
+    assert (code, "no backup of this run is known here" in error) == (7, True), error
+
+
 def test_a_backup_cannot_lead_out_of_its_folder(folder: RunFolder) -> None:
     out = folder.path.parent / "saved"
     make_backup(folder, out)

@@ -17,6 +17,7 @@ from swarm_coordinator.cli.main import run as cli
 from swarm_coordinator.durability.backup import make_backup
 from swarm_coordinator.durability.journal_audit import check_database
 from swarm_coordinator.durability.restore import restore_backup
+from swarm_coordinator.durability.run_files import load_settings
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.storage import postgresql as postgresql_module
 from swarm_coordinator.storage.admission_rows import read_admission
@@ -29,6 +30,7 @@ from swarm_coordinator.storage.postgresql import (
     connect,
     copy_database,
     create_schema,
+    explain,
     load_backup,
     open_for_writing,
 )
@@ -338,6 +340,39 @@ def test_a_server_that_is_not_there_is_one_sentence_without_the_password() -> No
 def test_no_message_has_a_password_wherever_the_address_has_it(address: str) -> None:
     place = PostgresqlLocation(address)
     assert "secret" not in f"{place} {place!r}"
+    assert "secret" not in place.public_url
+
+
+@pytest.mark.parametrize(
+    ("address", "public"),
+    [
+        ("postgresql://anna:secret@h1:1,h2/run?target_session_attrs=any",
+         "postgresql://anna@h1:1,h2/run?target_session_attrs=any"),
+        ("postgresql:///run?host=/tmp&sslpassword=secret&user=anna",
+         "postgresql:///run?host=/tmp&user=anna"),
+        ("postgresql://127.0.0.1:5432/run?password=secret", "postgresql://127.0.0.1:5432/run"),
+        ("postgresql://anna@host/run", "postgresql://anna@host/run"),
+        ("postgresql://[::1]:5432/run?application_name=a@b",
+         "postgresql://[::1]:5432/run?application_name=a@b"),
+    ],
+)  # fmt: skip
+def test_an_address_without_its_password_leads_to_the_same_database(
+    address: str, public: str
+) -> None:
+    place = PostgresqlLocation(address)
+    assert place.public_url == public
+    secrets = ("password", "sslpassword")
+    whole = psycopg.conninfo.conninfo_to_dict(address)
+    assert psycopg.conninfo.conninfo_to_dict(public) == {
+        name: value for name, value in whole.items() if name not in secrets
+    }
+
+
+def test_a_server_that_asks_for_a_password_says_where_it_belongs() -> None:
+    place = PostgresqlLocation("postgresql://anna@127.0.0.1/run")
+    error = explain(place, psycopg.OperationalError("fe_sendauth: no password supplied"))
+    assert "asks for a password" in str(error)
+    assert "~/.pgpass" in str(error)
 
 
 def test_a_database_that_is_not_there_says_how_to_make_it(postgresql: Server) -> None:
@@ -388,6 +423,36 @@ def test_a_run_on_a_server_is_saved_and_taken_back_behind_a_fence(
     assert not folder.database.exists()
     assert cli(["verify", str(folder.path)]) == 0
     assert one_start_at(run, step(3, attempt=9)) == done.generation + 1
+
+
+def test_a_backup_without_the_key_has_no_password_of_the_database(
+    folder: RunFolder,
+    run: PostgresqlLocation,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plain = folder.settings.read_text()
+    folder.settings.write_text(plain.replace("tester@", "tester:s3cret@"))
+    saved = tmp_path / "saved"
+    assert cli(["backup", str(folder.path), str(saved), "--no-key"]) == 0
+    assert "the password of the database is not in the backup" in capsys.readouterr().out
+    for path in (path for path in saved.rglob("*") if path.is_file()):
+        assert b"s3cret" not in path.read_bytes(), path.name
+    assert (saved / "run.toml").read_text() == plain
+    assert cli(["verify", str(saved)]) == 0
+    assert cli(["restore", str(saved), str(tmp_path / "standby"), "--files-only"]) == 0
+    assert load_settings(RunFolder(tmp_path / "standby")).coordinator.store == run.url
+
+
+def test_a_password_that_cannot_be_left_out_of_a_backup_refuses_it(
+    folder: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    escaped = folder.settings.read_text().replace("tester@", "tester:s3\\u0063ret@")
+    folder.settings.write_text(escaped)
+    assert cli(["backup", str(folder.path), str(tmp_path / "saved"), "--no-key"]) == 3
+    assert "cannot be left out of the backup; write it plainly" in capsys.readouterr().err
+    assert not (tmp_path / "saved").exists()
+    assert cli(["backup", str(folder.path), str(tmp_path / "saved")]) == 0
 
 
 def test_a_folder_for_a_standby_is_made_without_touching_the_database(

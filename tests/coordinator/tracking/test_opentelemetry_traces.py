@@ -93,6 +93,22 @@ def test_the_root_has_the_numbers_and_the_events_of_the_step(receiver: OtlpRecei
     )  # fmt: skip
 
 
+def test_no_event_has_the_address_of_a_volunteer(receiver: OtlpReceiver) -> None:
+    notes = (
+        "stage 1 could not be fetched: /ip4/203.0.113.7/tcp/4001/p2p/12D3KooW did not answer",
+        "an attempt failed: [2001:db8::7]:4001 ended the stream",
+    )
+    events = tuple(StepEvent(DECIDED_AT, note, run_kit.ANNA) for note in notes)
+    [[root, *_]] = send(receiver, replace(STEP, events=events))
+    assert [event.name for event in root.events] == [
+        "stage 1 could not be fetched: (address) did not answer",
+        "an attempt failed: (address) ended the stream",
+    ]
+    sent = receiver.requests[0].SerializeToString()
+    assert b"203.0.113.7" not in sent
+    assert b"2001:db8" not in sent
+
+
 def test_a_step_of_which_no_times_are_recorded_lasts_as_long_as_the_run_counts(
     receiver: OtlpReceiver,
 ) -> None:

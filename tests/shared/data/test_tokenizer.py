@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -134,6 +135,34 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path, content: bytes):
     path.write_bytes(content)
     with pytest.raises(DataError, match=r"tokenizer\.json is not a tokenizer"):
         load_tokenizer("bpe", path)
+
+
+def a_tokenizer_with(**parts: object) -> bytes:
+    """A tokenizer.json of three words, in which other parts of the package are named."""
+    model = {"type": "WordLevel", "vocab": {"a": 0, "b": 1, "</s>": 2}, "unk_token": "a"}
+    end = {"id": 2, "content": "</s>", "special": True, "single_word": False, "lstrip": False,
+           "rstrip": False, "normalized": False}  # fmt: skip
+    return json.dumps({"version": "1.0", "added_tokens": [end], "model": model, **parts}).encode()
+
+
+def test_a_file_on_which_the_package_fails_an_assertion_is_refused():
+    damaged = {"type": "Precompiled", "precompiled_charsmap": ""}
+    with pytest.raises(DataError, match="here is not a tokenizer"):
+        JsonTokenizer(a_tokenizer_with(normalizer=damaged), "here")
+
+
+def test_a_tokenizer_that_fails_an_assertion_at_a_text_is_refused():
+    endless = {"type": "FixedLength", "length": 0}
+    tokenizer = JsonTokenizer(a_tokenizer_with(pre_tokenizer=endless), "here")
+    with pytest.raises(DataError, match=r"cannot encode it \(.*\); use another one"):
+        tokenizer.encode("a b")
+
+
+def test_a_tokenizer_that_fails_an_assertion_at_ids_is_refused():
+    longer = {"type": "Strip", "content": "a", "start": 0, "stop": 100}
+    tokenizer = JsonTokenizer(a_tokenizer_with(decoder=longer), "here")
+    with pytest.raises(DataError, match="cannot decode what it encodes"):
+        tokenizer.decode([0, 1])
 
 
 def test_a_missing_tokenizer_file_is_named(tmp_path: Path):

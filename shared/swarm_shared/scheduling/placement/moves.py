@@ -209,11 +209,16 @@ def _moves_of(
 
 
 def _why_no_plan(rates: list[float]) -> str:
-    slowest = min(range(len(rates)), key=rates.__getitem__)
+    slowest = _slowest(rates)
     return (
         f"stage {slowest} is the slowest at {rates[slowest]:.3g} microbatches/s, and no peer "
         "with enough memory and bandwidth can move there without making another stage as slow"
     )
+
+
+def _slowest(rates: Sequence[float]) -> int:
+    """Return the index of the stage that bounds the pipeline's rate."""
+    return min(range(len(rates)), key=rates.__getitem__)
 
 
 def _must_release_first(peer: PeerLoad, source: StageLoad, destination: StageLoad) -> bool:
@@ -238,7 +243,7 @@ def _plan(
     steps: list[_PlannedMove] = []
     limit = max(len(stages), min(PLANNED_MOVES_PER_STAGE * len(stages), MAX_PLANNED_MOVES))
     while len(steps) < limit:
-        slowest = min(range(len(stages)), key=rates.__getitem__)
+        slowest = _slowest(rates)
         choice = _best_move(stages, pools, rates, counts, slowest, policy)
         if choice is None:
             choice = _best_exchange(stages, pools, rates, slowest, policy)
@@ -449,7 +454,7 @@ def _best_prefix(
 def _error(stages: Sequence[StageLoad], peers: Sequence[PeerLoad], rates: Sequence[float]) -> float:
     """Return the relative error of the slowest stage's rate if each of its peers' rates has the
     relative error 1."""
-    slowest = min(range(len(rates)), key=rates.__getitem__)
+    slowest = _slowest(rates)
     speeds = [peer.rate_at(stages[slowest]) for peer in peers if peer.stage == slowest]
     total = math.fsum(speeds)
     return math.sqrt(math.fsum(speed * speed for speed in speeds)) / total if total > 0 else 0.0

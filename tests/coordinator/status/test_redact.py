@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_coordinator.dashboard.redact import REPLACEMENT, without_addresses
+from swarm_coordinator.status.redact import REPLACEMENT, without_addresses
 
 words = st.text("abc XYZ.,;()'…", max_size=20).map(lambda text: f" {text} ")
 four = st.ip_addresses(v=4).map(str)
