@@ -119,7 +119,7 @@ async def test_a_newer_file_is_refused_in_its_own_words(tmp_path: Path) -> None:
         ("pause", {"hours": 1}, "hours"),
         ("status", {"verbose": True}, "verbose"),
         ("log", {"after": -1}, "after"),
-        ("choose_run", {"run": "x"}, "no known run"),
+        ("choose_run", {"run": "x"}, "no run has been joined"),
         ("config_show", {"name": "nice"}, "name"),
     ],
 )
@@ -176,6 +176,11 @@ async def test_runs_are_listed_and_forgotten(tmp_path: Path) -> None:
         assert [(r["name"], r["chosen"]) for r in runs] == [("one", False), ("two", True)]
         assert "forgotten" in (await s.ask("forget_run", run="one"))["message"]
         assert [r["name"] for r in (await s.ask("runs"))["runs"]] == ["two"]
+        with pytest.raises(UsageError, match=r"known: two .*; give the beginning of a run's ID"):
+            await s.ask("choose_run", run="one")
+        assert "forgotten" in (await s.ask("forget_run", run="two"))["message"]
+        with pytest.raises(UsageError, match="no run has been joined yet"):
+            await s.ask("choose_run", run="one")
 
 
 @pytest.mark.parametrize(
