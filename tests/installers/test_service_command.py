@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import plistlib
 import socket
+import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +15,7 @@ import pytest
 
 from swarm_client.cli.main import main
 from swarm_client.machine.sd_notify import VARIABLE, Notifier
-from swarm_client.service import systemd
+from swarm_client.service import launchd, systemd
 from swarm_client.service.steps import MakeLink, Remove, WriteFile, carry_out
 from swarm_client.service.steps import RunCommand as RunStep
 from swarm_shared.base.errors import DaemonError, StorageError
@@ -119,6 +121,53 @@ def test_elsewhere_than_on_linux_and_macos_it_says_what_there_is(
     code, text = run("install")
     assert code == 13
     assert "services are not supported on freebsd14" in text
+
+
+def test_a_dry_run_on_a_mac_makes_nothing_and_an_installation_what_it_has_shown(
+    run: RunCommand, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    calls = launchctl(tmp_path, "case $1 in bootout) exit 36 ;; esac")
+    home = tmp_path / "home"
+    own = home / "own"
+    agent = home / "Library" / "LaunchAgents" / "org.swarmtrain.client.plist"
+    code, text = run("install", "--dry-run", "--home", str(own))
+    assert code == 0
+    assert f"would make {own}\nwould make {own / 'log'}\n" in text
+    assert list(home.iterdir()) == []
+    assert run("install", "--home", str(own))[0] == 0
+    assert stat.S_IMODE(own.stat().st_mode) == 0o700
+    assert plistlib.loads(agent.read_bytes())["StandardOutPath"] == str(own / "log" / "service.log")
+    assert run("uninstall", "--dry-run")[0] == 0
+    assert agent.exists()
+    assert run("uninstall")[0] == 0
+    assert not agent.exists()
+    assert [call.split()[0] for call in calls()] == ["bootout", "bootstrap", "bootout"]
+
+
+def launchctl(tmp_path: Path, script: str) -> Callable[[], list[str]]:
+    """A launchctl that carries out `script`; returns what reads its calls."""
+    program, calls = tmp_path / "bin" / "launchctl", tmp_path / "calls"
+    program.write_text(f'#!/bin/sh\necho "$@" >> "{calls}"\n{script}\n')
+    program.chmod(0o755)
+    return lambda: calls.read_text().splitlines()
+
+
+@pytest.mark.parametrize(("code", "tries"), [(5, 3), (37, 3), (125, 1)])
+def test_an_agent_is_loaded_when_the_one_before_it_has_ended(
+    run: RunCommand, tmp_path: Path, code: int, tries: int
+) -> None:
+    calls = launchctl(
+        tmp_path, f'[ "$(/usr/bin/wc -l < "{tmp_path / "calls"}")" -gt 2 ] || exit {code}'
+    )
+    load = launchd.install(tmp_path / "plist", "text", (), 501)[-1]
+    pauses: list[float] = []
+    failed = False
+    try:
+        carry_out((load,), lambda line: None, pauses.append)
+    except DaemonError:
+        failed = True
+    assert (len(calls()), len(pauses), failed) == (tries, tries - 1, tries == 1)
 
 
 def test_steps_are_told_and_end_at_the_first_that_fails(tmp_path: Path) -> None:

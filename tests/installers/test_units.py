@@ -14,7 +14,7 @@ import pytest
 
 from kits.installers.command_lines import parse
 from swarm_client.service import launchd, systemd
-from swarm_client.service.steps import Remove, RunCommand, WriteFile
+from swarm_client.service.steps import MakeFolder, Remove, RunCommand, WriteFile
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_shared.base.errors import ConfigurationError, UsageError
 
@@ -209,7 +209,9 @@ def test_an_agent_goes_before_its_file_does() -> None:
     assert isinstance(stop, RunCommand)
     assert tuple(stop.command) == ("launchctl", "bootout", "gui/501/org.swarmtrain.client")
     assert remove == Remove(path)
-    _, write, start = launchd.install(path, "text", 501)
+    home = Path("/Users/ann/home")
+    folder, _, write, start = launchd.install(path, "text", [home], 501)
+    assert folder == MakeFolder(home)
     assert write == WriteFile(path, "text")
     assert isinstance(start, RunCommand)
     assert tuple(start.command) == ("launchctl", "bootstrap", "gui/501", str(path))

@@ -6,7 +6,6 @@ They import neither trio nor libp2p nor torch.
 from __future__ import annotations
 
 import datetime
-import sys
 from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -202,9 +201,9 @@ def logs(follow: bool, events: bool, home: Path | None, as_json: bool) -> None:
         for answer in stream(socket_of(home), "log", follow=True) if follow else ():
             show(answer["lines"])
     except NoDaemon:
-        if follow or as_json:
+        path = Home.locate(home).log_folder / "client.log"
+        if follow or as_json or not _show_file(path):
             raise
-        _show_file(Home.locate(home).log_folder / "client.log")
 
 
 def _show_line(line: LogLine, as_json: bool) -> None:
@@ -220,13 +219,18 @@ def _show_line(line: LogLine, as_json: bool) -> None:
     click.echo(f"{when}  {level}{printable(line.text)}")
 
 
-def _show_file(path: Path) -> None:
+def _show_file(path: Path) -> bool:
+    """Show the end of a log; False if there is no such file."""
+    from swarm_client.control.stored_file import unreadable
+
     try:
         with path.open(errors="replace") as file:
             last = deque(file, maxlen=SHOWN_LINES)
-    except OSError:
-        click.echo("no daemon is running here, and there is no log of one", err=True)
-        sys.exit(13)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise unreadable(path, error) from error
     click.echo(f"no daemon is running here; this is the end of {path}", err=True)
     for line in last:
         click.echo(printable(line.rstrip("\n")))
+    return True

@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 
 from swarm_client.cli.options import home_option, invite_argument, json_option, print_json
-from swarm_client.machine.device_names import FORMS
+from swarm_client.machine.device_names import FORMS, check_name
 from swarm_client.machine.home import Home
 from swarm_shared import SOFTWARE_VERSION
 from swarm_shared.base.command_line import COMPLETED_SHELLS, completion_script
@@ -70,6 +70,11 @@ def doctor(
     Downloads nothing and changes nothing in the home. The exit code is 0 if no check failed
     (warnings do not fail a check), otherwise that of the first failed check.
     """
+    from swarm_shared.identity.invite import Invite
+
+    decoded = None if invite is None else Invite.decode(invite)
+    check_name(device)
+
     import trio
 
     from swarm_client.doctor.checkup import DoctorOptions, check_up, seconds_left
@@ -86,7 +91,7 @@ def doctor(
         longest = duration_text(30.0 + test_seconds)
         click.echo(f"checking this machine; this takes {longest} at most …", err=True)
     options = DoctorOptions(
-        invite, home, device, total_seconds=seconds_left(), self_test_seconds=test_seconds
+        decoded, home, device, total_seconds=seconds_left(), self_test_seconds=test_seconds
     )
     report = trio.run(check_up, options)
     columns = shutil.get_terminal_size().columns

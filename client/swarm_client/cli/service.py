@@ -201,9 +201,10 @@ def _user_exists() -> bool:
 
 def _mac_install(system: bool, home: Path | None) -> tuple[Step, ...]:
     _no_system_on_mac(system)
-    log = Home.create(home).log_folder / "service.log"
-    text = launchd.agent_text(_command(False, home), log)
-    return launchd.install(launchd.agent_path(home_folder()), text, os.getuid())
+    place = Home.locate(home)
+    text = launchd.agent_text(_command(False, home), place.log_folder / "service.log")
+    folders = (place.path, place.log_folder)
+    return launchd.install(launchd.agent_path(home_folder()), text, folders, os.getuid())
 
 
 def _no_system_on_mac(system: bool) -> None:

@@ -66,10 +66,15 @@ def _converse(
             connection.send(request.model_dump(mode="json"))
             while (answer := _answer(connection, timeout_seconds)) is not None:
                 yield answer
-    except (FileNotFoundError, ConnectionRefusedError):
+    except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError):
         raise NoDaemon(
             f"no daemon is running in {socket_path.parent}; start one with "
             "`swarm-client join INVITE`, or give the folder of another one with --home"
+        ) from None
+    except PermissionError:
+        raise DaemonError(
+            f"you may not use {socket_path}, with which the daemon of that folder is asked; run "
+            "this as the user whose daemon it is, or give a folder of your own with --home"
         ) from None
     except (ConnectionResetError, BrokenPipeError):
         return  # it ended during an answer

@@ -49,11 +49,13 @@ class StoredRuns(FrozenModel):
 
     def find(self, name_or_id: str) -> StoredRun:
         """The run with this ID, ID prefix or name. UsageError unless exactly one matches."""
+        if not self.runs:
+            raise UsageError("no run has been joined yet; `swarm-client join INVITE` joins one")
         exact = [run for run in self.runs if name_or_id in (run.id, run.name)]
         matches = exact or [run for run in self.runs if run.id.startswith(name_or_id)]
         if len(matches) == 1:
             return matches[0]
-        known = ", ".join(f"{run.name} ({run.id[:12]})" for run in self.runs) or "none"
+        known = ", ".join(f"{run.name} ({run.id[:12]})" for run in self.runs)
         what = (
             f"{len(matches)} known runs match {name_or_id!r}"
             if matches

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from swarm_client.control.status_document import API_VERSION
+from swarm_client.machine.device_names import split_names
 from swarm_shared.base import errors
 from swarm_shared.base.errors import SwarmError
 from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.types import MAX_EXACT_INTEGER
 
 MAX_ANSWER_BYTES = 4 * 2**20
 """Maximum size of an answer: a status with a large run's peers. A request has at most 64 KiB."""
@@ -81,12 +83,19 @@ class JoinArguments(FrozenModel):
     name: Annotated[str, Field(max_length=60)] | None = None
     team: Annotated[str, Field(max_length=200)] | None = None
     listen: Annotated[str, Field(max_length=300)] = "/ip4/0.0.0.0/tcp/0"
-    memory_bytes: int | None = Field(default=None, gt=0)
+    memory_bytes: int | None = Field(default=None, gt=0, le=MAX_EXACT_INTEGER)
     may_relay: bool = True
     preferences: Annotated[
         tuple[Annotated[str, Field(max_length=1000)], ...], Field(max_length=100)
     ] = ()
     """NAME=VALUE; override the environment and the file."""
+
+    @field_validator("device")
+    @classmethod
+    def _names_devices(cls, device: str) -> str:
+        # Here, so that a wrong name ends no participation in another run: UsageError.
+        split_names(device)
+        return device
 
 
 class RunArguments(FrozenModel):

@@ -26,7 +26,10 @@ SENTENCES: dict[SuspendReason, str] = {
     SuspendReason.MACHINE_SLEEPS: "paused while this machine sleeps",
     SuspendReason.FINISHING: "finishing: completing what is in flight, then handing the stage over",
     SuspendReason.NO_RUN: "working on no run; `swarm-client join INVITE` joins one",
-    SuspendReason.COORDINATOR_AWAY: "the coordinator cannot be reached; this client keeps trying",
+    SuspendReason.COORDINATOR_AWAY: (
+        "no connection to the coordinator; this client keeps trying, and `swarm-client leave` ends "
+        "that"
+    ),
     SuspendReason.RUN_FINISHED: "the run is finished; `swarm-client join INVITE` joins another",
     SuspendReason.NOT_ADMITTED: "the run has not admitted this peer",
 }

@@ -28,12 +28,19 @@ def read_document(path: Path, empty: DocumentT, remedy: str = "move the file awa
     except FileNotFoundError:
         return empty
     except OSError as error:
-        raise StorageError(f"{path} cannot be read: {error.strerror}") from error
+        raise unreadable(path, error) from error
     except ValidationError as error:
         raise StorageError(
             f"{path} cannot be read ({first_error(error)}): it is damaged or of a newer version; "
             f"install that version again, or {remedy}"
         ) from error
+
+
+def unreadable(path: Path, error: OSError) -> StorageError:
+    return StorageError(
+        f"{path} cannot be read: {error.strerror}; change its permissions, or give another folder "
+        "with --home"
+    )
 
 
 def write_document(path: Path, document: FrozenModel, mode: int = PUBLIC_MODE) -> None:

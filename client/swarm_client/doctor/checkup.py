@@ -26,7 +26,7 @@ from swarm_client.machine.devices import Device
 from swarm_client.machine.home import Home
 from swarm_client.preferences.layers import load, preferences_path
 from swarm_shared.base.clock import Clock, wall
-from swarm_shared.base.errors import ConfigurationError, SwarmError
+from swarm_shared.base.errors import SwarmError
 from swarm_shared.base.memory import MemoryOffer
 from swarm_shared.identity.invite import Invite
 from swarm_shared.identity.keys import Identity
@@ -44,7 +44,7 @@ MIN_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class DoctorOptions:
-    invite: str | None = None
+    invite: Invite | None = None
     home: Path | None = None
     device: str = "auto"
     wall_clock: Clock = wall
@@ -107,14 +107,11 @@ class Checkup:
             start = partial(nursery.start_soon, self._isolated)
             start(("torch", "gpu", "device", "self-test"), self.probe_torch)
             start(("p2pd",), self.check_p2pd)
-            if self._options.invite is None:
+            invite = self._options.invite
+            if invite is None:
                 results.skip(("invite", *NETWORK_CHECKS), "no invite was given")
                 return
-            check, invite = coordinator.check_invite(self._options.invite)
-            results.put(check)
-            if invite is None:
-                results.skip(NETWORK_CHECKS, "the invite cannot be read")
-                return
+            results.put(coordinator.check_invite(invite))
             # Only a running client may use its own identity.
             speaker = None if in_use else identity
             start(NETWORK_CHECKS, partial(self.check_network, invite, speaker, in_use))
@@ -148,8 +145,8 @@ class Checkup:
             device, self._device = await trio.to_thread.run_sync(
                 machine.check_device, found, self._options.device, self._permitted
             )
-        except ConfigurationError as error:
-            device = problem("device", ConfigurationError, str(error), "Correct the preferences.")
+        except SwarmError as error:
+            device = problem("device", type(error), str(error), "Correct the preferences.")
         gpu = machine.check_gpu(found, self._options.device)
         self.results.put(machine.check_torch(found, seconds), gpu, device)
         if not self._options.self_test_seconds:

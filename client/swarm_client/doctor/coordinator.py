@@ -20,7 +20,6 @@ from swarm_shared.base.endpoint import Endpoint
 from swarm_shared.base.error_groups import leaves
 from swarm_shared.base.errors import (
     AdmissionError,
-    InviteError,
     NetworkError,
     ProtocolError,
     SwarmError,
@@ -45,21 +44,14 @@ AFTER_CONNECTING = ("version", "admission", "clock", "link", "peers")
 _NAME = re.compile(r"/dns[46]?/([A-Za-z0-9.-]{1,253})/tcp/([0-9]{1,5})")
 
 
-def check_invite(text: str) -> tuple[Check, Invite | None]:
-    try:
-        invite = Invite.decode(text)
-    except InviteError as error:
-        return problem(
-            "invite", InviteError, str(error),
-            "If copying it again does not help, ask who sent it for a new one.",
-        ), None  # fmt: skip
+def check_invite(invite: Invite) -> Check:
     count = len(invite.addresses)
     return ok(
         "invite",
         f"run {invite.run_id[:12]}, coordinator …{invite.coordinator[-8:]} at {count} "
         f"{'address' if count == 1 else 'addresses'}",
         run=invite.run_id, coordinator=invite.coordinator,
-    ), invite  # fmt: skip
+    )  # fmt: skip
 
 
 # ---------------------------------------------------------------- connection

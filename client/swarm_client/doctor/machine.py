@@ -33,7 +33,6 @@ from swarm_shared.base.errors import (
     MachineError,
     StorageError,
     SwarmError,
-    UsageError,
 )
 from swarm_shared.base.memory import MemoryOffer, StageMemory
 from swarm_shared.base.text import count_text, memory_text, rate_text
@@ -162,10 +161,6 @@ def check_device(
     listed = [listed_accelerator(entry) for entry in findings.get("devices", ())]
     try:
         device = choose_device(wanted, None, listed)
-    except UsageError as error:
-        return problem(
-            "device", UsageError, str(error), "Give --device in one of these forms."
-        ), None
     except CapacityError as error:
         return problem(
             "device", CapacityError, str(error), "Use --device auto to use what this machine has."
@@ -262,8 +257,8 @@ async def check_self_test(device: Device, seconds: float) -> Check:
 def check_home(home: Home) -> tuple[Check, Identity | None, bool]:
     """The check, the identity stored there, and whether a client is running there."""
     path = home.path
-    if not path.exists():
-        parent = existing_parent(path)
+    parent = existing_parent(path)
+    if parent != path:
         if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
             return _unusable(path, f"{parent} cannot be written to"), None, False
         return (
@@ -273,6 +268,8 @@ def check_home(home: Home) -> tuple[Check, Identity | None, bool]:
         )
     if not path.is_dir() or not os.access(path, os.R_OK | os.W_OK | os.X_OK):
         return _unusable(path, "it is not a writable folder"), None, False
+    if home.is_of_another_user:
+        return _unusable(path, "it belongs to another user of this machine"), None, False
     try:
         identity: Identity | None = Identity.load(home.identity_path)
     except FileNotFoundError:
@@ -297,8 +294,9 @@ def check_home(home: Home) -> tuple[Check, Identity | None, bool]:
 
 
 def existing_parent(path: Path) -> Path:
-    """The nearest existing folder at or above `path`: its disk is the one that is used."""
-    while not path.exists():
+    """The nearest folder at or above `path` that can be seen to exist: its disk is the one that is
+    used."""
+    while not os.path.exists(path):  # noqa: PTH110 (Path.exists raises in another user's folder)
         path = path.parent
     return path
 

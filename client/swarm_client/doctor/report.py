@@ -1,15 +1,14 @@
 """What a check-up found: values, their JSON document, their table, the exit code. No I/O.
 
 The exit code is 0 when nothing is a problem (warnings are none), otherwise that of the first
-problem in the order of CHECKS, which is the order of causes: a damaged invite comes before the
-coordinator that cannot be reached with it. The codes are those of `swarm_shared.base.errors`:
+problem in the order of CHECKS, which is the order of causes: a home that cannot be used comes
+before a run that refuses this machine. A damaged invite and wrong options are refused before any
+check. The codes are those of `swarm_shared.base.errors`:
 
     1   Python or torch does not work here         8   the network or the coordinator
-    2   the command's arguments                    9   the run refuses this machine
-    3   a key file that cannot be used             10  another version is needed
-    4   the invite                                 11  the coordinator breaks the protocol
-    6   memory or the device
-    7   the disk, the home folder, another client in it
+    3   a key file or preferences are unusable     9   the run refuses this machine
+    6   memory or the device                       10  another version is needed
+    7   the disk, the home folder                  11  the coordinator breaks the protocol
     14  the device computes wrongly, or its memory does not keep its content
 """
 

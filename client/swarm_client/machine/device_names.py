@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import re
 
+from swarm_shared.base.errors import UsageError
+
 PROCESSOR = "cpu"
 CUDA, MPS, XPU = "cuda", "mps", "xpu"
 
@@ -19,9 +21,30 @@ NAME_PATTERN = r"^(cpu|mps|mps:0|(cuda|xpu):[0-9]{1,3})$"
 FORMS = "cpu, cuda:0, mps, xpu:0 or auto"
 """What can be given as a device, for messages."""
 
+MAX_DEVICES = 64
+"""Maximum number of devices. Each is a peer with processes of its own; machines with more GPUs run
+several clients."""
 
-def is_device_name(text: str) -> bool:
-    return re.fullmatch(NAME_PATTERN, text) is not None
+
+def check_name(text: str) -> None:
+    """UsageError unless the text names a device, or is `auto`."""
+    if text != "auto" and re.fullmatch(NAME_PATTERN, text) is None:
+        raise UsageError(f"--device {text!r} is not valid; give {FORMS}")
+
+
+def split_names(text: str) -> list[str]:
+    """The names of devices, which have commas between them. UsageError when they cannot be used
+    together."""
+    names = [name.strip() for name in text.split(",")]
+    if len(names) > MAX_DEVICES:
+        raise UsageError(
+            f"{len(names)} devices were given; at most {MAX_DEVICES} can be used at once"
+        )
+    if len(names) > 1 and "auto" in names:
+        raise UsageError("--device auto uses all devices; give no other device with it")
+    for name in names:
+        check_name(name)
+    return names
 
 
 def full_name(name: str) -> str:

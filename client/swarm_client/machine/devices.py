@@ -13,13 +13,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from swarm_client.machine.device_names import (
-    FORMS,
+    MAX_DEVICES,
     PROCESSOR,
+    check_name,
     full_name,
-    is_device_name,
     number_of,
+    split_names,
 )
-from swarm_shared.base.errors import CapacityError, UsageError
+from swarm_shared.base.errors import CapacityError
 from swarm_shared.base.memory import MachineBalance, MemoryOffer
 from swarm_shared.host.cores import usable_cores
 from swarm_shared.host.memory import host_memory
@@ -27,10 +28,6 @@ from swarm_shared.host.python_modules import module_command
 
 MEMORY_SHARE = 0.8
 """Fraction of the free memory that is offered; the rest is for what the profile cannot predict."""
-
-MAX_DEVICES = 64
-"""Maximum number of devices. Each is a peer with processes of its own; machines with more GPUs run
-several clients."""
 
 _PROBE_MODULE = "swarm_client.stage.worker.accelerator"
 PROBE_SECONDS = 60.0
@@ -109,10 +106,9 @@ def choose_device(
     `listed` avoids listing the accelerators again. UsageError for an invalid name, CapacityError
     when the device does not exist.
     """
+    check_name(wanted)
     if wanted == PROCESSOR:
         return _cpu(memory_bytes)
-    if wanted != "auto" and not is_device_name(wanted):
-        raise UsageError(f"--device {wanted!r} is not valid; give {FORMS}")
     listed = list_accelerators() if listed is None else listed
     if wanted == "auto":
         if not listed:
@@ -144,13 +140,7 @@ def choose_devices(
     device that is named twice is shared with its memory, and all share the host's; `memory_bytes`
     is per volunteer.
     """
-    names = [name.strip() for name in wanted.split(",")]
-    if len(names) > MAX_DEVICES:
-        raise UsageError(
-            f"{len(names)} devices were given; at most {MAX_DEVICES} can be used at once"
-        )
-    if len(names) > 1 and "auto" in names:
-        raise UsageError("--device auto uses all devices; give no other device with it")
+    names = split_names(wanted)
     if names != [PROCESSOR]:
         listed = list_accelerators() if listed is None else listed
     if names == ["auto"] and listed:

@@ -54,7 +54,7 @@ class Home:
         home = cls.locate(path)
         try:
             make_folder(home.path, 0o700)
-            if home.path.stat().st_uid in (0, os.geteuid()):
+            if not home.is_of_another_user:
                 home.log_folder.mkdir(exist_ok=True)
                 return home
         except OSError as error:
@@ -73,6 +73,10 @@ class Home:
             return self
         own = Home.create(self.path / "devices" / str(number))
         return Home(own.path, machine=self.path)
+
+    @property
+    def is_of_another_user(self) -> bool:
+        return self.path.stat().st_uid not in (0, os.geteuid())
 
     @property
     def identity_path(self) -> Path:

@@ -144,7 +144,9 @@ def parse_file(content: bytes, where: str) -> FlatValues:
     except UnicodeDecodeError as error:
         raise ConfigurationError(f"{where}: is not text in UTF-8") from error
     except _NOT_TOML as error:
-        raise ConfigurationError(f"{where}: is not TOML: {error}") from error
+        raise ConfigurationError(
+            f"{where}: is not TOML: {error}; correct it, or move the file away"
+        ) from error
     version = document.pop("version", VERSION)
     if type(version) is not int or version < 1:
         raise ConfigurationError(f"{where}: version must be {VERSION}, not {version!r}")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import plistlib
 import subprocess
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
-from swarm_client.service.steps import Remove, RunCommand, Step, WriteFile
+from swarm_client.service.steps import MakeFolder, Remove, RunCommand, Step, WriteFile
 
+BUSY_CODES = (errno.EIO, 37)
+"""launchctl's codes while launchd still ends the agent before: `bootout` does not wait for its end.
+37 is macOS's EALREADY."""
 LABEL = "org.swarmtrain.client"
 SHOW_SECONDS = 10.0
 
@@ -27,12 +31,14 @@ def agent_text(command: Sequence[str], log: Path) -> str:
     return plistlib.dumps(agent, sort_keys=False).decode()
 
 
-def install(path: Path, text: str, user_id: int) -> tuple[Step, ...]:
-    """Also over an installed agent: it is replaced, and the daemon restarts."""
+def install(path: Path, text: str, folders: Sequence[Path], user_id: int) -> tuple[Step, ...]:
+    """Also over an installed agent: it is replaced, and the daemon restarts. `folders` are made:
+    launchd makes none for a log."""
     return (
+        *map(MakeFolder, folders),
         RunCommand(("launchctl", "bootout", f"gui/{user_id}/{LABEL}"), may_fail=True),
         WriteFile(path, text),
-        RunCommand(("launchctl", "bootstrap", f"gui/{user_id}", str(path))),
+        RunCommand(("launchctl", "bootstrap", f"gui/{user_id}", str(path)), busy_codes=BUSY_CODES),
     )
 
 

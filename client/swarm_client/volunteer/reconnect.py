@@ -53,12 +53,39 @@ the session is ended without that, and a paused machine's memory is its user's."
 MAXIMUM_BACKOFF_SECONDS = 7.0
 """Longest pause between attempts. With 20 % jitter a coordinator that returns is found
 within 10 s."""
+REPORT_SECONDS = 600.0
+"""Interval of reports of an absence whose reason stays the same. Attempts are not reported."""
 
 
 def heartbeat_seconds(welcome: Welcome, limits: LimitsConfig) -> float:
     """Return the interval of heartbeats in a session: a welcome can lengthen the manifest's, whose
     bounds the volunteer has checked, and cannot shorten it."""
     return max(limits.heartbeat_seconds, welcome.heartbeat_seconds or 0.0)
+
+
+class AbsenceReports:
+    """The lines for people during one absence of the coordinator. What is tried again for ever says
+    how to end that: a run that has ended may have no coordinator left to say so."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+        self._reason = ""
+        self._due_at = 0.0
+
+    def line(self, reason: str, now: float) -> str | None:
+        """The line that is due after a failed attempt, if one is."""
+        if self._since is None:
+            self._since = now
+        elif reason == self._reason and now < self._due_at:
+            return None
+        self._reason, self._due_at = reason, now + REPORT_SECONDS
+        seconds = now - self._since
+        if seconds < REPORT_SECONDS:
+            return f"no connection to the coordinator{reason}; trying again every few seconds"
+        return (
+            f"no connection to the coordinator for {duration_text(seconds)}{reason}; trying again "
+            "every few seconds; if the run has ended, `swarm-client leave` ends this"
+        )
 
 
 class Attachment:
@@ -79,6 +106,7 @@ class Attachment:
         self._invite = invite
         self._instance: Instance = secrets.token_hex(8)
         self._report = report
+        self._absence = AbsenceReports()
         self._scope: trio.CancelScope | None = None
         self._attempt: trio.CancelScope | None = None
         """The scope around a session and the attempt to open it."""
@@ -209,7 +237,7 @@ class Attachment:
         MachineError if the self-test finds a fault.
         """
         until = trio.current_time() + refusal.retry_seconds
-        explained = f"the run refuses this volunteer: {refusal}"
+        explained = str(refusal)
         self._self_tested = False
         if refusal.self_test:
             self._report(explained)
@@ -228,7 +256,9 @@ class Attachment:
 
     async def _pause(self, seconds: float) -> None:
         reason = "" if self.problem is None else f" ({self.explain(self.problem)})"
-        self._report(f"no connection to the coordinator{reason}; trying again in {seconds:.1f} s")
+        line = self._absence.line(reason, trio.current_time())
+        if line is not None:
+            self._report(line)
         await self._wait(seconds)
 
     async def _wait(self, seconds: float) -> None:
@@ -250,6 +280,7 @@ class Attachment:
         limits = await volunteer.accept_welcome(welcome)
         self.session = session
         self.problem = None
+        self._absence = AbsenceReports()
         problem: SwarmError | None = None
         try:
             async with trio.open_nursery() as nursery:

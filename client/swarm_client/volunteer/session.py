@@ -142,7 +142,7 @@ class RefusedForNow(ProtocolError):
     has passed one."""
 
     def __init__(self, reason: str, retry_seconds: float, *, self_test: bool) -> None:
-        super().__init__(reason)
+        super().__init__(f"the run refuses this volunteer: {reason}")
         self.retry_seconds = retry_seconds
         self.self_test = self_test
 

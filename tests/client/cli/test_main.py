@@ -12,6 +12,7 @@ import pytest
 from swarm_client.cli.main import main
 from swarm_shared.base.errors import (
     CapacityError,
+    DaemonError,
     InviteError,
     NetworkError,
     StorageError,
@@ -129,6 +130,12 @@ def test_a_port_in_use_is_reported_by_its_number(run: Run, tmp_path: Path) -> No
         )  # fmt: skip
     assert code == NetworkError.exit_code == 8
     assert str(port) in one_sentence(text)
+
+
+def test_logs_of_a_home_without_any_say_what_to_do(run: Run, tmp_path: Path) -> None:
+    code, text = run("logs", "--home", str(tmp_path / "h"))
+    assert code == DaemonError.exit_code
+    assert "swarm-client join INVITE" in one_sentence(text)
 
 
 def test_a_missing_argument_and_an_unknown_command_are_usage_errors(run: Run) -> None:

@@ -16,6 +16,7 @@ import trio
 
 from kits.local_socket import first_answer
 from kits.waiting import until
+from swarm_client.control import client
 from swarm_client.control.client import NoDaemon, ask, is_running, log_lines, stream
 from swarm_client.control.known_runs import StoredRuns
 from swarm_client.control.known_runs import write as write_runs
@@ -118,7 +119,7 @@ async def test_a_newer_file_is_refused_in_its_own_words(tmp_path: Path) -> None:
         ("pause", {"hours": 1}, "hours"),
         ("status", {"verbose": True}, "verbose"),
         ("log", {"after": -1}, "after"),
-        ("choose_run", {"run": "x"}, "no known run"),
+        ("choose_run", {"run": "x"}, "no run has been joined"),
         ("config_show", {"name": "nice"}, "name"),
     ],
 )
@@ -175,6 +176,30 @@ async def test_runs_are_listed_and_forgotten(tmp_path: Path) -> None:
         assert [(r["name"], r["chosen"]) for r in runs] == [("one", False), ("two", True)]
         assert "forgotten" in (await s.ask("forget_run", run="one"))["message"]
         assert [r["name"] for r in (await s.ask("runs"))["runs"]] == ["two"]
+        with pytest.raises(UsageError, match=r"known: two .*; give the beginning of a run's ID"):
+            await s.ask("choose_run", run="one")
+        assert "forgotten" in (await s.ask("forget_run", run="two"))["message"]
+        with pytest.raises(UsageError, match="no run has been joined yet"):
+            await s.ask("choose_run", run="one")
+
+
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        ({"device": "toaster"}, "cpu, cuda:0, mps, xpu:0 or auto"),
+        ({"device": "auto,cpu"}, "give no other device"),
+        ({"memory_bytes": 2**80}, "memory_bytes"),
+    ],
+)
+async def test_options_that_cannot_be_are_refused_and_the_present_run_stays(
+    tmp_path: Path, option: dict[str, Any], told: str
+) -> None:
+    async with scene(tmp_path) as s:
+        s.daemon._target = present = JoinArguments(invite="swarm1x")
+        with pytest.raises(UsageError, match=told):
+            await s.ask("join", invite="swarm1y", **option)
+        assert s.daemon._target is present
+        s.daemon._target = None
 
 
 async def test_the_log_is_sent_from_a_number_on_and_followed(tmp_path: Path) -> None:
@@ -222,8 +247,21 @@ async def test_a_socket_that_a_killed_daemon_left_is_recognised_and_replaced(
     left.close()
     with pytest.raises(NoDaemon, match="no daemon is running"):
         ask(home.socket_path, "status")
+    with pytest.raises(NoDaemon):
+        ask(home.socket_path / "below a file", "status")
     async with scene(tmp_path) as s:
         assert (await s.status()).state is DaemonState.STOPPED
+
+
+def test_a_socket_in_another_user_s_folder_is_not_taken_for_a_silent_daemon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(client, "connect", refused)
+    with pytest.raises(DaemonError, match=r"you may not use .*; run this as the user whose"):
+        ask(tmp_path / "control.sock", "status")
 
 
 async def test_a_list_of_runs_of_a_newer_version_stops_the_daemon_and_is_left_alone(

@@ -26,7 +26,15 @@ from swarm_client.connectivity.reachability import ReachabilityFinding
 from swarm_client.doctor import checkup as checkup_module
 from swarm_client.doctor.checkup import Checkup, DoctorOptions
 from swarm_client.doctor.report import CHECKS, NETWORK_CHECKS, Check, Report, State
-from swarm_shared.base.errors import AdmissionError, InviteError, NetworkError, VersionError
+from swarm_shared.base.errors import (
+    AdmissionError,
+    InviteError,
+    NetworkError,
+    StorageError,
+    SwarmError,
+    UsageError,
+    VersionError,
+)
 from swarm_shared.base.types import PeerId, RunId
 from swarm_shared.identity.invite import Invite
 from swarm_shared.identity.keys import Identity
@@ -288,6 +296,23 @@ async def test_a_self_test_is_part_of_a_check_up_that_asks_for_one(
     assert "the same to the bit" in found["self-test"].seen
 
 
+async def test_preferences_that_cannot_be_read_are_a_problem_of_the_device_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def torch() -> tuple[dict[str, object], float]:
+        await trio.lowlevel.checkpoint()
+        return CPU, 0.0
+
+    monkeypatch.setattr(checkup_module.machine, "probe_torch", torch)
+    (tmp_path / "preferences.toml").mkdir()
+    checkup = Checkup(DoctorOptions(home=tmp_path))
+    await checkup.probe_torch()
+    found = {check.id: check for check in checkup.results.all()}
+    assert found["torch"].state is State.OK
+    assert found["device"].exit_code == StorageError.exit_code
+    assert "preferences.toml cannot be read" in found["device"].seen
+
+
 @pytest.mark.parametrize(
     ("words", "seconds"),
     [((), 0.0), (("--self-test",), 60.0), (("--self-test", "--self-test-seconds", "5"), 5.0)],
@@ -314,16 +339,32 @@ def doctor(*words: str) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def test_a_damaged_invite_is_found_without_any_network(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        (("swarm1damaged",), InviteError),
+        (("--device", "toaster"), UsageError),
+        (("--device", "cpu,cuda:0"), UsageError),
+    ],
+)
+def test_wrong_input_is_refused_before_any_check(
+    words: tuple[str, ...], kind: type[SwarmError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkup_module, "check_up", None)
+    result = CliRunner().invoke(doctor_command, (*words, "--self-test"))
+    assert isinstance(result.exception, kind)
+    assert result.output == ""
+
+
+def test_without_an_invite_the_machine_alone_is_checked(tmp_path: Path) -> None:
     home = tmp_path / "home"
-    with doctor("swarm1damaged", "--home", str(home), "--json") as running:
+    with doctor("--home", str(home), "--json") as running:
         out, err = running.communicate(timeout=60)
     document = json.loads(out)
     found = {check["id"]: check for check in document["checks"]}
     assert err == ""
-    assert running.returncode == document["exit_code"] == InviteError.exit_code
-    assert found["invite"]["state"] == "problem"
-    assert all(found[id]["state"] == "skipped" for id in NETWORK_CHECKS)
+    assert running.returncode == document["exit_code"] == 0
+    assert all(found[id]["state"] == "skipped" for id in ("invite", *NETWORK_CHECKS))
     assert found["torch"]["state"] == "ok"
     assert found["self-test"]["state"] == "skipped"
     assert not home.exists()

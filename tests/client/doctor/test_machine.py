@@ -14,6 +14,7 @@ import pytest
 
 from kits.attack.strangers import MODIFIED
 from kits.memory import needs, takes
+from kits.other_user import give_to_another_user
 from shared.scheduling.placement.test_memory_need import honest_manifest
 from swarm_client.doctor import machine
 from swarm_client.doctor.report import Check, State, ok
@@ -25,7 +26,6 @@ from swarm_shared.base.errors import (
     MachineError,
     StorageError,
     SwarmError,
-    UsageError,
 )
 from swarm_shared.base.memory import MachineBalance, MemoryOffer, StageMemory
 from swarm_shared.base.types import StageIndex
@@ -151,7 +151,6 @@ def test_the_device_is_chosen_as_joining_does_it() -> None:
     assert device.memory.balance is None
     assert device_of(CPU, "auto")[1].name == "cpu"  # type: ignore[union-attr]
     assert device_of(CPU, "cuda:0")[0].exit_code == CapacityError.exit_code
-    assert device_of(CPU, "toaster")[0].exit_code == UsageError.exit_code
 
 
 def test_memory_below_the_smallest_stage_is_a_problem() -> None:
@@ -185,11 +184,11 @@ def test_the_plan_for_a_card_of_8_gb_is_one_sentence_with_every_figure() -> None
         "cuda:0: a card, 5.96 GiB of device memory and 11.9 GiB of the host's to offer; the run's "
         "smallest stage has 405 M parameters and takes 5.38 GiB of device memory and 10.6 GiB of "
         "the host's, where its optimizer is; with 2 of 2 layers recomputed in the backward pass, "
-        "it is computed at 0.80 of full speed"
+        "it is computed at 0.75 of full speed"
     )
     assert found.details.items() >= {
         "parameters": 404_766_720, "layers": 2, "recomputed_layers": 2.0, "streamed_bytes": 0,
-        "speed": 0.8,
+        "speed": 0.75,
     }.items()  # fmt: skip
 
 
@@ -217,7 +216,7 @@ def test_a_processor_has_one_memory_for_the_stage_and_its_optimizer() -> None:
     assert found.seen == (
         "cpu: CPU, 16 GiB of memory to offer; the run's smallest stage has 405 M parameters and "
         "takes 15.9 GiB of memory with its optimizer; with 2 of 2 layers recomputed in the "
-        "backward pass, it is computed at 0.76 of full speed"
+        "backward pass, it is computed at 0.75 of full speed"
     )
     comfortable = machine.fit_device(check, Device("cpu", "CPU", 32 * GIB), inner_stage_of_7b())
     assert comfortable.seen.endswith(
@@ -263,6 +262,15 @@ def test_a_home_that_cannot_be_used_is_a_problem(tmp_path: Path) -> None:
         assert machine.check_home(Home.locate(path))[0].exit_code == StorageError.exit_code
 
 
+def test_a_home_of_another_user_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give_to_another_user(tmp_path, monkeypatch)
+    check, _, _ = machine.check_home(Home.locate(tmp_path))
+    assert check.exit_code == StorageError.exit_code
+    assert "belongs to another user" in check.seen
+
+
 def test_a_key_that_others_can_read_is_a_problem_with_its_cure(tmp_path: Path) -> None:
     home = Home.create(tmp_path)
     Identity.load_or_create(home.identity_path)
@@ -275,6 +283,8 @@ def test_a_key_that_others_can_read_is_a_problem_with_its_cure(tmp_path: Path) -
 def test_the_disk_of_a_new_home_is_that_of_its_parent(tmp_path: Path) -> None:
     assert machine.check_disk(tmp_path / "a" / "b").details["free_bytes"]
     assert machine.existing_parent(tmp_path / "a" / "b") == tmp_path
+    # As in a folder that may not be searched, the system answers with an error.
+    assert machine.existing_parent(tmp_path / ("too long " * 100)) == tmp_path
 
 
 def test_a_full_disk_is_a_problem_and_a_small_one_a_warning(tmp_path: Path) -> None:

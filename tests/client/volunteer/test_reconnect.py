@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from itertools import pairwise
 from typing import cast
@@ -44,8 +44,22 @@ class Nobody:
 def test_a_waiting_volunteer_tries_again_within_ten_seconds_of_its_return(
     away_seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    seconds, said = away(monkeypatch, away_seconds, lambda _: "nobody is there")
+    assert seconds < FOUND_SECONDS - 1.0, "knocking itself takes a moment"
+    assert said[0] == (
+        "no connection to the coordinator (nobody is there); trying again every few seconds"
+    )
+
+
+def away(
+    monkeypatch: pytest.MonkeyPatch, away_seconds: float, reason: Callable[[float], str]
+) -> tuple[float, list[str]]:
+    """Be away for some time; returns how long after that a volunteer has knocked, and what it said.
+    `reason` tells at each second why the coordinator cannot be reached."""
+
     async def main() -> tuple[float, list[str]]:
-        back_at = trio.current_time() + away_seconds
+        began = trio.current_time()
+        back_at = began + away_seconds
         knocked = trio.Event()
 
         @asynccontextmanager
@@ -54,7 +68,7 @@ def test_a_waiting_volunteer_tries_again_within_ten_seconds_of_its_return(
             if trio.current_time() >= back_at:
                 knocked.set()
                 await trio.sleep_forever()
-            raise NetworkError("nobody is there")
+            raise NetworkError(reason(trio.current_time() - began))
             yield
 
         monkeypatch.setattr(reconnect, "attach", attach)
@@ -66,9 +80,24 @@ def test_a_waiting_volunteer_tries_again_within_ten_seconds_of_its_return(
             nursery.cancel_scope.cancel()
         return trio.current_time() - back_at, said
 
-    seconds, said = trio.run(main, clock=MockClock(autojump_threshold=0))
-    assert seconds < FOUND_SECONDS - 1.0, "knocking itself takes a moment"
-    assert any("trying again" in text for text in said)
+    return trio.run(main, clock=MockClock(autojump_threshold=0))
+
+
+def test_a_long_absence_is_reported_now_and_then_and_how_to_end_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, said = away(monkeypatch, 3599.0, lambda _: "nobody is there")
+    assert 5 <= len(said) <= 6
+    assert all("if the run has ended, `swarm-client leave` ends this" in line for line in said[1:])
+    assert "for 10 min (nobody is there)" in said[1]
+
+
+def test_another_reason_of_an_absence_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, said = away(monkeypatch, 60.0, lambda seconds: "refused" if seconds < 30.0 else "no answer")
+    assert [line.split("; ")[0] for line in said] == [
+        "no connection to the coordinator (refused)",
+        "no connection to the coordinator (no answer)",
+    ]
 
 
 class FakeInvite:

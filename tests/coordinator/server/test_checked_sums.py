@@ -26,7 +26,13 @@ SEED = "5eed" * 8
 
 
 async def test_two_members_of_a_stage_sign_their_sums_in_every_close(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "run", limits__starting_peers_per_stage=1)
+    # Without audits: the volunteers answer none, and a close waits for the answer.
+    folder = make_run(
+        tmp_path / "run",
+        limits__starting_peers_per_stage=1,
+        trust__audit_share=0.0,
+        trust__probation_cells=0,
+    )
     async with served(folder) as run:
         assert run.manifest.codecs.average == "exact"
         volunteers = crew_of(run.invite, run.manifest, folder.path)

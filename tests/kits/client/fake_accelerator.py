@@ -31,7 +31,6 @@ import torchgen
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
 from swarm_client.stage.worker.accelerator import Accelerator, DeviceMemory
 
@@ -278,7 +277,20 @@ def kernels_of(key: str) -> frozenset[str]:
 
 
 def _tensors(values: object) -> list[Tensor]:
-    return [one for one in tree_flatten(values)[0] if isinstance(one, Tensor)]
+    """The tensors among the arguments or results of an operator; torch's `tree_flatten` would take
+    half of a test's time."""
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, tuple | list):
+        return [one for value in values for one in _tensors(value)]
+    return []
+
+
+@cache
+def _arguments(func: Any) -> tuple[tuple[str, bool], ...]:
+    """The name of each argument of an operator, and whether the operator writes to it."""
+    infos = [(one.name, one.alias_info) for one in func._schema.arguments]
+    return tuple((name, info is not None and info.is_write) for name, info in infos)
 
 
 class _Operators(TorchDispatchMode):
@@ -296,7 +308,7 @@ class _Operators(TorchDispatchMode):
 
     def _carried_out(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         accelerator, name = self._accelerator, func._schema.name
-        given = _tensors((args, kwargs))
+        given = _tensors((args, *kwargs.values()))
         places = {device_of(one) for one in given if one.ndim or device_of(one) != HOST}
         if name not in COPIES and len(places) > 1:
             raise RuntimeError(
@@ -333,9 +345,8 @@ class _Operators(TorchDispatchMode):
     ) -> None:
         """Note who has read and written what."""
         written, read = list(made), list[Tensor]()
-        for number, argument in enumerate(func._schema.arguments):
-            value = args[number] if number < len(args) else kwargs.get(argument.name)
-            is_written = argument.alias_info is not None and argument.alias_info.is_write
+        for number, (argument, is_written) in enumerate(_arguments(func)):
+            value = args[number] if number < len(args) else kwargs.get(argument)
             (written if is_written else read).extend(_tensors(value))
         if not written and func._schema.name not in SCALARS:
             return  # a view: nothing is computed

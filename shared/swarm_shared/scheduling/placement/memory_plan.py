@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from swarm_shared.base.memory import MemoryOffer
+from swarm_shared.base.memory import FORWARD_SHARE, MemoryOffer
 from swarm_shared.base.types import StageIndex
 from swarm_shared.protocol import StageNeeds
 from swarm_shared.run.codec_sizes import DTYPE_BYTES
@@ -53,9 +53,9 @@ def memory_plan(offer: MemoryOffer, needs: StageNeeds) -> MemoryPlan:
     """Return the plan for a stage that the offer holds."""
     memory, held = needs.memory, needs.parameter_memory
     sizes = graph_sizes(memory, held, needs.layers, needs.layer_input_bytes, needs.is_last)
-    budget_bytes = offer.graph_bytes(memory, held)
-    return MemoryPlan(
-        recomputed_layers=sizes.recomputed_layers(budget_bytes, needs.is_last),
-        streamed_bytes=offer.streamed_bytes(memory),
-        speed=offer.speed(memory, needs.streamed),
-    )
+    recomputed = sizes.recomputed_layers(offer.graph_bytes(memory, held), needs.is_last)
+    streamed_bytes = offer.streamed_bytes(memory)
+    speed = offer.speed(memory, needs.streamed)
+    if not streamed_bytes:  # by the layers, where the offer alone gives an estimate
+        speed = 1 / (1 + FORWARD_SHARE * recomputed / max(1, needs.layers))
+    return MemoryPlan(recomputed, streamed_bytes, speed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
@@ -61,6 +62,7 @@ def offloading(
     return pipeline.losses, digests, seen
 
 
+@cache
 def expected() -> tuple[list[float], list[list[str]]]:
     pipeline = Pipeline(DEEP, CPU, PLENTY)
     digests = [pipeline.step(Step(step)) for step in (1, 2)]

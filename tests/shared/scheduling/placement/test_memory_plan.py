@@ -68,6 +68,7 @@ def test_more_memory_is_never_a_worse_plan(place: str, spare: int, more: int, ow
     larger = memory_plan(offer.replaced(offer.device_bytes + more), needs)
     assert 0 <= larger.recomputed_layers <= plan.recomputed_layers <= needs.layers
     assert larger.speed >= plan.speed
+    assert (plan.speed == 1.0) == (plan.recomputed_layers == 0)
     assert plan.streamed_bytes == 0
 
 
