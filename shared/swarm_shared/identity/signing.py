@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import ClassVar, Self, TypeVar
+from typing import ClassVar, NamedTuple, Self, TypeVar
 
 from pydantic import ValidationError
 
@@ -56,8 +55,7 @@ _MAX_VARINT_BYTES = 5
 ModelT = TypeVar("ModelT", bound=FrozenModel)
 
 
-@dataclass(frozen=True, slots=True)
-class Envelope:
+class Envelope(NamedTuple):
     """A decoded envelope; it is `signer`'s only if `verify` accepts its signature."""
 
     signer: PeerId
