@@ -76,7 +76,7 @@ from swarm_coordinator.core.rules import (
     step_close,
     step_start,
 )
-from swarm_coordinator.core.rules.auditing import cleared_cells, verdicts
+from swarm_coordinator.core.rules.auditing import answers, cleared_cells, deadlines, verdicts
 from swarm_coordinator.core.rules.closing import time_limits, whole_audits
 from swarm_coordinator.core.rules.microbatches import (
     cells,
@@ -309,7 +309,7 @@ def _handle_peer_event(
     elif isinstance(event, LeaseResolved):
         leases.lease_resolved(run, event, now)
     elif isinstance(event, AuditAnswered):
-        verdicts.answered(run, peer, event, now)
+        answers.answered(run, peer, event, now)
     elif isinstance(event, SumsStated):
         step_close.sums_stated(run, peer, event, now)
     else:
@@ -389,7 +389,7 @@ def _advance(run: RunState, now: float) -> None:
         departure.release_leavers(run, now)
     time_limits.time_out(run, now)
     step_close.advance_close(run, now)
-    verdicts.advance(run, now)
+    deadlines.advance(run, now)
     _advance_step(run, now)
     if run.audits.expelled or run.audits.withholding or run.audits.retracted:
         _carry_out_verdicts(run, now)
@@ -428,7 +428,7 @@ def _advance_collection(run: RunState, step: StepState, now: float) -> None:
         step.complete_at = now
     hold_ends = step.complete_at + run.manifest.limits.join_hold_seconds
     delayed = now < hold_ends and bool(state_transfer.delayed_stages(run, now))
-    delayed = verdicts.delay_close(run, step, step.complete_at, now) or delayed
+    delayed = deadlines.delay_close(run, step, step.complete_at, now) or delayed
     delayed = whole_audits.settle_contests(run, step, now) or delayed
     if now >= step.close_not_before:
         step_close.attribute_relayed(run, step, now)
@@ -474,7 +474,7 @@ def _advance_evaluation(run: RunState, step: StepState, now: float) -> None:
         return
     if step.complete_at is None:
         step.complete_at = now
-    if verdicts.delay_close(run, step, step.complete_at, now) or not cells.complete(run, step):
+    if deadlines.delay_close(run, step, step.complete_at, now) or not cells.complete(run, step):
         return
     last_cells = [cell for (_, stage), cell in step.table.items() if stage == run.last_stage]
     tokens = sum(cell.tokens for cell in last_cells)

@@ -15,7 +15,7 @@ from kits.swarm_world.audit_bench import (
 )
 from kits.swarm_world.event_bench import OTHER_DIGEST, Bench, joined
 from swarm_coordinator.core.events import Note, ReceiptsVerified, VerdictRecord
-from swarm_coordinator.core.rules.auditing import verdicts
+from swarm_coordinator.core.rules.auditing import deadlines
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.trust.audits import AuditSettings
 from swarm_coordinator.simulator.transcripts import simulated_transcript
@@ -173,7 +173,7 @@ def test_a_broken_chain_is_not_averaged_although_no_auditor_answers_in_time() ->
     bench = broken()
     bench.report("a0", 1)
     bench.report("a1", 1)
-    bench.tick(3.0 * verdicts.HOLD_SECONDS + 1.0)
+    bench.tick(3.0 * deadlines.HOLD_SECONDS + 1.0)
     assert (0, 0) in holders(bench), "audits of a boundary in doubt have four times as long"
     bench.tick(60.0)
     assert holders(bench) == {(1, 0): "a0", (1, 1): "a1"}

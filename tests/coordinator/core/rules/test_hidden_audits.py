@@ -9,7 +9,7 @@ import pytest
 
 from kits.swarm_world.audits import WholeAuditsOnly
 from kits.swarm_world.event_bench import Bench, joined
-from swarm_coordinator.core.rules.auditing import verdicts
+from swarm_coordinator.core.rules.auditing import deadlines
 from swarm_coordinator.core.rules.auditing.auditors import AUDIT_SECONDS
 from swarm_coordinator.core.rules.closing import whole_audits
 from swarm_coordinator.core.state.phases import RunPhase
@@ -121,7 +121,7 @@ def test_an_audit_without_an_answer_goes_on_without_the_audited_peer(last_second
     if last_second:
         bench.report("a2", 0)
         bench.report("a0", 0)
-        bench.tick(verdicts.HOLD_SECONDS * 2)
+        bench.tick(deadlines.HOLD_SECONDS * 2)
     else:
         for _ in ("b1", "c1"):
             bench.tick(AUDIT_SECONDS * 2)

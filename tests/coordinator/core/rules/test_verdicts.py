@@ -35,7 +35,7 @@ from swarm_coordinator.core.events import (
     VerdictRecord,
 )
 from swarm_coordinator.core.rules import held_up
-from swarm_coordinator.core.rules.auditing import verdicts
+from swarm_coordinator.core.rules.auditing import deadlines, verdicts
 from swarm_coordinator.core.rules.auditing.auditors import AUDIT_SECONDS
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.state.utilisation import Rejection
@@ -176,7 +176,7 @@ def test_a_complete_step_waits_for_its_audits_up_to_a_limit() -> None:
     bench = audited("a0", "b0", "a1", "b1")
     bench.fill()
     assert bench.run.phase is RunPhase.COLLECT
-    bench.tick(verdicts.HOLD_SECONDS / 2)
+    bench.tick(deadlines.HOLD_SECONDS / 2)
     assert bench.run.phase is RunPhase.COLLECT
     bench.tick(10.0)
     assert bench.run.phase is RunPhase.CLOSING
@@ -250,7 +250,7 @@ def test_no_close_waits_for_an_auditor_that_was_silent() -> None:
     bench = audited("a0", "b0", "a1", microbatches=1)
     bench.run.audits.standings.kept(PeerId("b0")).silent = True
     comparing(bench)
-    bench.tick(verdicts.HOLD_SECONDS + 0.1)
+    bench.tick(deadlines.HOLD_SECONDS + 0.1)
     (order,) = [order for found in orders(bench).values() for order in found]
     assert order.sources is not None, "it begins anew, hidden"
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import random
 
-from swarm_coordinator.core.rules.auditing import auditors, verdicts
+from swarm_coordinator.core.rules.auditing import auditors, deadlines
 from swarm_coordinator.core.trust.audits import AuditBook
 
 WAIT_SECONDS = 60.0
@@ -24,5 +24,5 @@ def _draws_none(*_: object) -> bool:
 
 random.SystemRandom.random = _below_half  # type: ignore[method-assign]
 auditors.AUDIT_SECONDS = 2 * WAIT_SECONDS
-verdicts.HOLD_SECONDS = 2 * WAIT_SECONDS
+deadlines.HOLD_SECONDS = 2 * WAIT_SECONDS
 AuditBook.draws = _draws_none  # type: ignore[method-assign, assignment]

@@ -1,7 +1,7 @@
 """Whole audits in a close: a member's sum is compared with what auditors computed of its cells.
 
 Part of the pure core (docs/decisions, number 0036). Which members are audited whole is drawn with
-their first cell (`swarm_coordinator.core.rules.auditing.verdicts`). Where one auditor's digests
+their first cell (`swarm_coordinator.core.rules.auditing.draws`). Where one auditor's digests
 contradict the member, either may have lied: the round is aborted, and other owners audit the same
 cells until as many as decide an audit have stated the same. A member that leaves meanwhile is
 judged in its absence.
@@ -17,7 +17,7 @@ attempt, and another one put anything into the second.
 from __future__ import annotations
 
 from swarm_coordinator.core.events import VerdictRecord
-from swarm_coordinator.core.rules.auditing import auditors, cleared_cells, verdicts
+from swarm_coordinator.core.rules.auditing import auditors, cleared_cells, open_audits, verdicts
 from swarm_coordinator.core.state.close import Round
 from swarm_coordinator.core.state.peers import owner_of, short
 from swarm_coordinator.core.state.phases import RunPhase
@@ -144,11 +144,11 @@ def _audit_anew(
 ) -> bool:
     """Audit a cell under the secret of a whole audit; False if it is audited so already, or there
     is no auditor."""
-    audit = verdicts.audit_of(run, step, cell, now, whole_audit.secret, hidden=True)
+    audit = open_audits.audit_of(run, step, cell, now, whole_audit.secret, hidden=True)
     open_audit = step.audits.open.get(audit.key)
     if open_audit is not None and (open_audit.votes or open_audit.secret == whole_audit.secret):
         return False
-    return verdicts.begin_audit(run, step, audit, now)
+    return open_audits.begin_audit(run, step, audit, now)
 
 
 # ---------------------------------------------------------------- contests
@@ -213,7 +213,7 @@ def _proceed(
             secret=whole_audit.secret, asked=whole_audit.asked[microbatch], confirms=True,
             hidden=True,
         )  # fmt: skip
-        if audit.key in step.audits.open or verdicts.begin_audit(run, step, audit, now):
+        if audit.key in step.audits.open or open_audits.begin_audit(run, step, audit, now):
             waiting = True
     if not waiting:
         _undecided(run, step, member, stated, contest, now)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from swarm_coordinator.core.rules.auditing import cleared_cells, verdicts
+from swarm_coordinator.core.rules.auditing import cleared_cells, draws
 from swarm_coordinator.core.state.peers import PeerPhase, PeerState
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.state.run import RunState
@@ -140,7 +140,7 @@ def _enter(run: RunState, receipt: Receipt, now: float) -> None:
         trainer = run.peers.get(lease.trainer)
         if trainer is not None:
             trainer.delivered_at = now
-    verdicts.counted(run, step, cell, now)
+    draws.counted(run, step, cell, now)
 
 
 def _rejection_of(run: RunState, peer: PeerState | None, receipt: Receipt) -> Rejection | None:
