@@ -19,6 +19,7 @@ from swarm_coordinator.core.events import (
     MessageReceived,
     ReceiptsVerified,
 )
+from swarm_coordinator.core.trust.showing import shown_bytes
 from swarm_coordinator.simulator.audits import LIE, ROUNDING, lies_in
 from swarm_coordinator.simulator.event_heap import Action
 from swarm_coordinator.simulator.pipeline_peer import (
@@ -35,9 +36,7 @@ from swarm_coordinator.simulator.volunteer import (
     SHARED_UPLINK_FRACTION,
     SimulatedVolunteer,
 )
-from swarm_shared.base.transcript import GRADIENT_BLOCK_BYTES
 from swarm_shared.base.types import (
-    MAX_SAMPLED_BLOCKS,
     Generation,
     MicrobatchIndex,
     PeerId,
@@ -311,8 +310,7 @@ class MicrobatchPlane:
         if order.stage < self._last_stage:
             size += sizes[behind].input_gradient_bytes
         if order.comparison is not None:
-            sample_bytes = MAX_SAMPLED_BLOCKS * GRADIENT_BLOCK_BYTES
-            size, share = min(sample_bytes, 4 * sizes[order.stage].parameters), 0.0
+            size, share = shown_bytes(self.swarm.manifest, order.stage), 0.0
         statement = self._statement(volunteer, audited.volunteer, order)
         self.transfer(
             audited, node, size,

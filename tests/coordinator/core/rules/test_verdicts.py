@@ -222,12 +222,14 @@ def is_silent(bench: Bench, peer: str) -> bool:
     return bench.run.audits.standings.get(PeerId(peer)).silent
 
 
-@pytest.mark.parametrize("answers", [False, True])
-def test_an_auditor_with_other_digests_and_no_distance_is_asked_last(answers: bool) -> None:
+@pytest.mark.parametrize("answer", ["", "nothing", "another microbatch"])
+def test_an_auditor_with_other_digests_and_no_distance_is_asked_last(answer: str) -> None:
     bench = audited("a0", "b0", "c0", "a1", microbatches=4)
     auditor, order = comparing(bench)
-    if answers:
+    if answer == "nothing":
         no_answer(bench, auditor, order)
+    elif answer:
+        bench.audited(auditor, order, false(order), microbatch=MicrobatchIndex(3), distance=1.0)
     else:
         bench.tick(1.5 * AUDIT_SECONDS + 0.5)
     assert is_silent(bench, auditor)

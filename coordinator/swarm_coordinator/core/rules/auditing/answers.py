@@ -41,10 +41,12 @@ def _record(
     """Enter a statement as a vote, or have the auditor compare the tensors."""
     audit.order = None
     statement = event.statement
-    note_silence(run, order, silent=statement is None)
     if statement is not None and (
         statement.step, statement.microbatch, statement.stage, statement.peer
-    ) == (step.step, audit.microbatch, audit.stage, audit.peer):  # fmt: skip
+    ) != (step.step, audit.microbatch, audit.stage, audit.peer):  # fmt: skip
+        statement = None  # of something else than was asked for
+    note_silence(run, order, silent=statement is None)
+    if statement is not None:
         vote_finding = finding(
             audit.claim, statement, run.audits.settings.tolerance, compared=order.compares
         )
