@@ -111,6 +111,7 @@ class RunFolder:
             )
         for part in (folder.settings, folder.manifest, folder.organiser_key, folder.data):
             if complete and not part.exists():
+                folder.refuse_backup()  # which may be without the key, or the data
                 raise StorageError(
                     f"the run folder {path} has lost its {part.name}; restore it from a copy "
                     f"(`swarm-coordinator verify {quoted(path)}` names the last good backup)"

@@ -214,13 +214,14 @@ def test_a_backup_without_key_and_data_is_one_and_says_so(
     verify_backup(out)
 
 
+@pytest.mark.parametrize("with_key", [True, False])
 @pytest.mark.parametrize("command", ["start", "refresh", "token create"])
 def test_a_backup_is_kept_as_it_is(
-    folder: RunFolder, capsys: pytest.CaptureFixture[str], command: str
+    folder: RunFolder, capsys: pytest.CaptureFixture[str], command: str, with_key: bool
 ) -> None:
     """Served from its backup, a run would give out numbers that volunteers have seen already."""
     out = folder.path.parent / "saved"
-    make_backup(folder, out)
+    make_backup(folder, out, with_key=with_key)
     code, _, error = says(capsys, *command.split(), out)
     assert (code, "swarm-coordinator restore" in error) == (2, True), error
     verify_backup(out)
