@@ -128,4 +128,5 @@ class Auditor:
             loss_sum=None if done is None else done.loss_sum,
             distance=None if done is None else done.distance,
             sums=() if done is None else done.sums,
+            sketches=() if done is None else done.sketches,
         )  # fmt: skip

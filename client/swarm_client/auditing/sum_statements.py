@@ -45,7 +45,7 @@ class SumSigner:
         member = self._membership.now
         statement = SumStatement(
             run=member.run, generation=member.generation, step=check.step, attempt=check.attempt,
-            stage=held.stage, peer=self._identity.peer_id, seed=check.seed,
+            stage=held.stage, peer=self._identity.peer_id, seed=check.seed, weights=check.weights,
             checks=tuple(
                 [
                     await self._digester.digest(worker, check, reduction)

@@ -30,7 +30,8 @@ from swarm_client.volunteer.averaging_routes import AveragingRoutes
 from swarm_shared.base.clock import Clock
 from swarm_shared.base.types import LinearDigests, PeerId, RunId, Step
 from swarm_shared.identity.keys import Identity
-from swarm_shared.identity.linear_digest import DigestKey, digest_sum, from_text, to_text
+from swarm_shared.identity.linear_digest import digest_sum, from_text, to_text
+from swarm_shared.identity.norm_sketch import vector_key
 from swarm_shared.identity.work_statements import SumDigests
 from swarm_shared.network import Node
 from swarm_shared.protocol import CarrierAddress, LinkBytes, Reduction, SumCheck
@@ -185,16 +186,19 @@ class GroupAverager:
         stops = tuple(part.stop for part in partition(spec))
         if not check.details:
             stops = stops[-1:]
-        digests = await stage_worker.digest_sums(check.step, reduction.part, check.seed, stops)
+        digests = await stage_worker.digest_sums(check, reduction.part, stops)
         part, result = (
             to_text(digest_sum(map(from_text, per_slice)))
             for per_slice in (digests.parts, digests.results)
         )
         if not check.details:
-            return SumDigests(part=part, result=result)
+            return SumDigests(
+                part=part, result=result, part_sketch=digests.part_sketch,
+                result_sketch=digests.result_sketch,
+            )  # fmt: skip
         received: LinearDigests = ()
         if partition(spec)[spec.my_index].pieces:
-            from_others = await self._digest_received(spec, check.seed, reduction.part)
+            from_others = await self._digest_received(spec, check, reduction.part)
             me = spec.my_index
             received = (*from_others[:me], digests.parts[me], *from_others[me:])
         return SumDigests(
@@ -206,15 +210,18 @@ class GroupAverager:
         )
 
     async def _digest_received(
-        self, spec: RoundSpec, seed: str, part: Literal["own", "tied"]
+        self, spec: RoundSpec, check: SumCheck, part: Literal["own", "tied"]
     ) -> LinearDigests:
         """The digests of what the others put into this member's slice."""
         if len(spec.members) == 1:
             return ()
         kept = self._received.get(spec.round_id)
         if kept is not None:
-            return await trio.to_thread.run_sync(kept.digests, DigestKey(seed, part))
-        request = DigestReceived(round_id=spec.round_id, seed=seed, part=part)
+            key = vector_key(check.seed, part, check.weights)
+            return await trio.to_thread.run_sync(kept.digests, key)
+        request = DigestReceived(
+            round_id=spec.round_id, seed=check.seed, part=part, weights=check.weights
+        )
         return await self.averaging_worker.digest_received(request)
 
     def attempt_over(self, step: Step, attempt: int) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from swarm_coordinator.core.trust.samples import SampledTokens
 from swarm_shared.base.transcript import Transcript
 from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step
+from swarm_shared.identity import norm_sketch
 from swarm_shared.identity.linear_digest import DigestKey, to_text
 from swarm_shared.identity.work_statements import SumDigests
 from swarm_shared.protocol import Close, Reduction, SumCheck
@@ -54,10 +55,15 @@ def simulated_sums(
 def _sum_digests(
     order: SumCheck, reduction: Reduction, put_in: Iterable[int], whole: Iterable[int]
 ) -> SumDigests:
-    key = DigestKey(order.seed, reduction.part)
     stages = 2 if reduction.part == "tied" else 1
-
-    def digest(microbatches: Iterable[int], times: int = 1) -> str:
-        return to_text(key.digest(np.array([times * sum(m + 1 for m in microbatches)], np.int64)))
-
-    return SumDigests(part=digest(put_in), result=digest(whole, stages))
+    vectors = [
+        np.array([times * sum(m + 1 for m in microbatches)], np.int64)
+        for microbatches, times in ((put_in, 1), (whole, stages))
+    ]
+    part, result = map(to_text, DigestKey(order.seed, reduction.part).digests(vectors))
+    part_sketch, result_sketch = map(
+        norm_sketch.to_text, norm_sketch.Sketcher(order.seed, reduction.part).sketches(vectors)
+    )
+    return SumDigests(
+        part=part, result=result, part_sketch=part_sketch, result_sketch=result_sketch
+    )

@@ -33,6 +33,8 @@ MAX_REDUCTION_MEMBERS: Final = 4096
 MAX_SAMPLED_BLOCKS: Final = 64
 """Most blocks of a gradient that an auditor compares. Of a lie in a twentieth of the blocks
 one is among them with probability 0.96."""
+CHECKS_PER_SECRET: Final = 3
+"""Checks of sums for which an auditor states digests at once; their seeds follow from a secret."""
 MAX_EXACT_INTEGER: Final = 2**53 - 1
 """Largest whole number that JSON readers, SQLite and floats all hold exactly."""
 MAX_SENTENCE_CHARACTERS: Final = 500
@@ -147,6 +149,8 @@ Seed = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 """Sixteen random bytes in hex, from which a key is derived."""
 LinearDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 """A linear digest in hex (`swarm_shared.identity.linear_digest`)."""
+NormSketch = Annotated[str, Field(pattern=r"^[A-Za-z0-9+/]{683}=$")]
+"""A sketch in base64 (`swarm_shared.identity.norm_sketch`)."""
 Instance = Annotated[str, Field(pattern=r"^(?:[0-9a-f]{16})?$")]
 """Random bytes in hex that tell a program that was started from every other one."""
 ArithmeticClass = Annotated[str, Field(pattern=r"^[0-9a-f]{8}$")]
@@ -171,3 +175,5 @@ MicrobatchPeers = Annotated[tuple[PeerId, ...], Field(max_length=MAX_STAGES)]
 """Peers of one microbatch, at most one for each stage."""
 LinearDigests = Annotated[tuple[LinearDigest, ...], Field(max_length=MAX_REDUCTION_MEMBERS)]
 """One for each member of an all-reduce, or for the slice that it sums."""
+NormSketches = Annotated[tuple[NormSketch, ...], Field(max_length=CHECKS_PER_SECRET)]
+"""One for each check that follows from a secret."""

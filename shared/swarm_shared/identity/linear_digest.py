@@ -32,9 +32,6 @@ _WINDOW_ELEMENTS: Final = 1 << 13
 """Elements per pass: key, vector and product of one stay in a core's cache, and the allocator has
 memory of this size at hand."""
 
-CHECKS_PER_SECRET: Final = 3
-"""Seeds that follow from one secret."""
-
 
 def check_seed(secret: str, number: int) -> str:
     """The seed of one check, in hex digits; it tells nothing of the secret's others."""

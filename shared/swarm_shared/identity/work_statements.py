@@ -26,6 +26,8 @@ from swarm_shared.base.types import (
     Loss,
     Magnitude,
     MicrobatchIndex,
+    NormSketch,
+    NormSketches,
     PeerId,
     RunId,
     Seed,
@@ -101,6 +103,8 @@ class AuditStatement(SignedMessage):
     domain = "swarmtrain-audit-1"
     signed_by = "auditor"
     called = "an audit"
+    max_bytes = 6144
+    """Mostly sketches: as an `Envelope` in base64 it has 8,192 characters."""
 
     run: RunId
     generation: Generation
@@ -120,15 +124,22 @@ class AuditStatement(SignedMessage):
     sums: tuple[LinearDigests, ...] = Field(default=(), max_length=2)
     """Linear digests of the gradient as it is counted, where the order gave a secret: an entry per
     part of the gradient (the stage's own, then the tied one), with a digest per check."""
+    sketches: tuple[NormSketches, ...] = Field(default=(), max_length=2)
+    """Sketches of the same (`swarm_shared.identity.norm_sketch`)."""
 
 
 class SumDigests(FrozenModel):
-    """Linear digests of one all-reduce at one member, under the seed of the check."""
+    """Linear digests and sketches of one all-reduce at one member, under the seed of the check."""
 
     part: LinearDigest
     """Of what the member put in."""
     result: LinearDigest
     """Of what it took out."""
+    part_sketch: NormSketch | None = None
+    """The sketch of what it put in (`swarm_shared.identity.norm_sketch`). This and the next one:
+    only without details."""
+    result_sketch: NormSketch | None = None
+    """That of what it took out."""
     parts: LinearDigests = ()
     """Of each slice of what it put in, in the order of the reducers. Here and in the following:
     only with details."""
@@ -155,5 +166,7 @@ class SumStatement(SignedMessage):
     stage: StageIndex
     peer: PeerId
     seed: Seed
+    weights: Seed | None = None
+    """Where the digests are those of the sketches under `seed`: the seed of their weights."""
     checks: tuple[SumDigests, ...] = Field(min_length=1, max_length=4)
     """One per reduction of the Close, in its order, then those of `moving`."""

@@ -544,7 +544,8 @@ class SumCheck(FrozenModel):
 
     It follows the reports of all members of an attempt, so that all parts and sums are exchanged
     before the seed is known. With `details` it asks for the digests of every slice, and for those
-    of what the member has received as a reducer.
+    of what the member has received as a reducer. With `weights` these are digests of the sketches
+    under `seed`, which members have stated and which do not add up.
     """
 
     kind: Literal["sum_check"] = "sum_check"
@@ -552,6 +553,7 @@ class SumCheck(FrozenModel):
     attempt: Count
     seed: Seed
     details: bool = False
+    weights: Seed | None = None
 
 
 class AbortRound(FrozenModel):

@@ -27,7 +27,7 @@ from swarm_client.volunteer.gradient_averager import GroupAverager
 from swarm_shared.base.clock import wall
 from swarm_shared.base.types import PeerId, StageIndex, Step
 from swarm_shared.identity.keys import Identity
-from swarm_shared.identity.linear_digest import DigestKey
+from swarm_shared.identity.norm_sketch import vector_key
 from swarm_shared.identity.work_statements import SumDigests
 from swarm_shared.network import Node, open_node
 from swarm_shared.protocol import CarrierAddress, PeerRecord, Reduction, Roster, SumCheck
@@ -112,13 +112,14 @@ class Peer:
         )
 
     async def _digest_sums(
-        self, step: Step, part: Literal["own", "tied"], seed: str, stops: Sequence[int]
+        self, check: SumCheck, part: Literal["own", "tied"], stops: Sequence[int]
     ) -> SumsDigested:
         cut = slice(0, self.own_elements)
         if part == "tied":
             cut = slice(self.own_elements, self.own_elements + self.tied_elements)
         vectors = [self.source[cut], self.result[cut]]
-        parts, results = slice_digests(DigestKey(seed, part), vectors, stops)
+        key = vector_key(check.seed, part, check.weights)
+        parts, results = slice_digests(key, vectors, stops)
         return SumsDigested(parts=parts, results=results)
 
     def carried(self) -> dict[tuple[PeerId, str], int]:

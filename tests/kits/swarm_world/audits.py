@@ -118,7 +118,7 @@ def _state(stage: Stage, message: Audit) -> AuditStatement:
         microbatch=message.microbatch, stage=message.stage, peer=message.peer, auditor=peer.id,
         transcript=computed if given or claimed is not None else None,
         loss_sum=stage.loss(message.step, message.microbatch), distance=distance,
-        sums=sums.of_cell(peer, message) if message.secret is not None else (),
+        **(sums.of_cell(peer, message) if message.secret is not None else {}),
     )  # fmt: skip
 
 

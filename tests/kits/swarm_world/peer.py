@@ -18,7 +18,7 @@ from kits.swarm_world.facts import Params, Violation
 from kits.swarm_world.network import Edge, Link
 from kits.swarm_world.server import StageServer
 from kits.swarm_world.stage import Stage
-from kits.swarm_world.sums import SumLie
+from kits.swarm_world.sums import LEAVING, SumLie
 from kits.swarm_world.trainer import Trainer
 from swarm_coordinator.core import events
 from swarm_coordinator.core.state.held_time import REFUSED_FOR_SECONDS
@@ -291,7 +291,7 @@ class SimPeer:
             ):
                 if self.holding is not None:
                     self.holding.report(lambda close: close.order(message))
-                if self.sum_lie is SumLie.LEAVES and isinstance(message, protocol.AbortRound):
+                if self.sum_lie in LEAVING and isinstance(message, protocol.AbortRound):
                     self.kill()
             case protocol.Drop():
                 audits.drop(self, message)

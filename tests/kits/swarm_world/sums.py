@@ -14,16 +14,13 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from swarm_coordinator.core import events
-from swarm_shared.base.types import PeerId, RunId
-from swarm_shared.identity.linear_digest import (
-    CHECKS_PER_SECRET,
-    MODULUS,
-    DigestKey,
-    check_seed,
-    to_text,
-)
+from swarm_shared.base.types import CHECKS_PER_SECRET, PeerId, RunId
+from swarm_shared.identity import norm_sketch
+from swarm_shared.identity.linear_digest import MODULUS, DigestKey, check_seed, to_text
+from swarm_shared.identity.norm_sketch import Sketcher, SketchKey, vector_key
 from swarm_shared.identity.work_statements import SumDigests, SumStatement
 from swarm_shared.protocol import Audit, Close, Reduction, SumCheck, SumsChecked
 
@@ -51,6 +48,14 @@ class SumLie(StrEnum):
     FALSE_AUDITS = "states other digests of what it audits"
     FORGES = "changes the sum of its slice so that digests stay, if an order to audit has a secret"
     IDLE_ADDS = "puts something in although nothing of it counts"
+    OUTSIZED = "puts in much more than what it counts, and states that it put it in"
+    OUTSIZED_LEAVES = "the same, and leaves as soon as an attempt to close is aborted"
+    HIDES_SIZE = "puts in much more, and states the sketch of less"
+    STATES_OTHER_SKETCH = "states another sketch of what it took out"
+
+
+LEAVING = (SumLie.LEAVES, SumLie.OUTSIZED_LEAVES)
+"""Lies of peers that leave once they are doubted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,14 +128,22 @@ def taken_out(world: World, members: tuple[PeerId, ...], total: Gradient, by: Pe
 
 def put_in(peer: SimPeer, own: Gradient) -> Gradient:
     """What a member puts into an all-reduce."""
-    lies = _ADDS if own else (SumLie.IDLE_ADDS,)
+    lies = _ADDS if own else {SumLie.IDLE_ADDS: 1}
     if peer.sum_lie not in lies or (peer.sum_lie is SumLie.WATCHES and _sees_all(peer, own)):
         return own
     peer.world.counts["added"] += 1
-    return own + Counter([(0, -1)])
+    return own + Counter({(0, -1): lies[peer.sum_lie]})
 
 
-_ADDS = (SumLie.ADDS, SumLie.WATCHES, SumLie.LEAVES)
+_ADDS = {
+    SumLie.ADDS: 1,
+    SumLie.WATCHES: 1,
+    SumLie.LEAVES: 1,
+    SumLie.OUTSIZED: 1000,
+    SumLie.OUTSIZED_LEAVES: 1000,
+    SumLie.HIDES_SIZE: 1000,
+}
+"""How much is added by each lie."""
 
 
 def _sees_all(peer: SimPeer, own: Gradient) -> bool:
@@ -140,8 +153,9 @@ def _sees_all(peer: SimPeer, own: Gradient) -> bool:
     return all((step, microbatch) in peer.shown for _, microbatch in own)
 
 
-def of_cell(peer: SimPeer, order: Audit) -> tuple[tuple[str, ...], ...]:
-    """What an auditor states of a cell: digests of its own part and, at tied ends, the tied one."""
+def of_cell(peer: SimPeer, order: Audit) -> dict[str, tuple[tuple[str, ...], ...]]:
+    """What an auditor states of a cell: digests and sketches of its own part and, at tied ends, of
+    the tied one."""
     assert order.secret is not None
     peer.known_secret = order.secret
     gradient = Counter([(int(order.stage), int(order.microbatch))])
@@ -150,15 +164,25 @@ def of_cell(peer: SimPeer, order: Audit) -> tuple[tuple[str, ...], ...]:
     seeds = [check_seed(order.secret, number) for number in range(CHECKS_PER_SECRET)]
     last = peer.world.options.stages - 1
     tied = peer.world.options.tied and last > 0 and order.stage in (0, last)
-    cells = _cells(peer.world)
-    return tuple(
-        tuple(_digest(DigestKey(seed, part), gradient, cells, 0) for seed in seeds)
-        for part in (("own", "tied") if tied else ("own",))
-    )
+    counts = _counts(gradient, _cells(peer.world))
+    parts = ("own", "tied") if tied else ("own",)
+    return {
+        "sums": tuple(
+            tuple(_digest(DigestKey(seed, part), counts, 0) for seed in seeds) for part in parts
+        ),
+        "sketches": tuple(
+            tuple(norm_sketch.to_text(Sketcher(seed, part).sketch(counts)) for seed in seeds)
+            for part in parts
+        ),
+    }
 
 
-def _digest(key: DigestKey, gradient: Gradient, cells: list[tuple[int, int]], start: int) -> str:
-    return to_text(key.digest(np.array([gradient[cell] for cell in cells], np.int64), start))
+def _counts(gradient: Gradient, cells: list[tuple[int, int]]) -> NDArray[np.int64]:
+    return np.array([gradient[cell] for cell in cells], np.int64)
+
+
+def _digest(key: DigestKey | SketchKey, counts: NDArray[np.int64], start: int) -> str:
+    return to_text(key.digests((counts,), start)[0])
 
 
 def state(worker: SimWorker, order: SumCheck, close: Close) -> SumsChecked | None:
@@ -177,7 +201,8 @@ def state(worker: SimWorker, order: SumCheck, close: Close) -> SumsChecked | Non
     world.counts["slices stated"] += order.details
     statement = SumStatement(
         run=RunId("run"), generation=peer.generation, step=order.step, attempt=order.attempt,
-        stage=worker.stage, peer=peer.id, seed=order.seed, checks=tuple(checks),
+        stage=worker.stage, peer=peer.id, seed=order.seed, weights=order.weights,
+        checks=tuple(checks),
     )  # fmt: skip
     envelope = f"signed by {peer.id}, number {len(world.statements)}"
     world.statements[envelope] = statement
@@ -197,7 +222,7 @@ def send(peer: SimPeer, message: SumsChecked) -> None:
 
 def _digests(worker: SimWorker, reduction: Reduction, order: SumCheck) -> SumDigests:
     peer, world = worker.peer, worker.peer.world
-    key = DigestKey(order.seed, reduction.part)
+    key = vector_key(order.seed, reduction.part, order.weights)
     exchange = worker.exchanges[reduction.part]
     bounds = _bounds(world, len(exchange.members))
     place = exchange.members.index(peer.id)
@@ -213,14 +238,30 @@ def _digests(worker: SimWorker, reduction: Reduction, order: SumCheck) -> SumDig
         received[others[0]] = changed(world, exchange.members, peer.id, received[others[0]])
 
     def of(gradient: Gradient, bound: tuple[int, int]) -> str:
-        return _digest(key, gradient, _cells(world)[slice(*bound)], bound[0])
+        return _digest(key, _counts(gradient, _cells(world)[slice(*bound)]), bound[0])
+
+    def sketch(gradient: Gradient) -> str:
+        counts = _counts(gradient, _cells(world))
+        return norm_sketch.to_text(Sketcher(order.seed, reduction.part).sketch(counts))
 
     whole = (0, len(_cells(world)))
     stated_part = (
         changed(world, exchange.members, others[0], part) if (lie is SumLie.STATES_NO_SUM) else part
     )
+    sketched_part, sketched_result = stated_part, result
+    if lie is SumLie.HIDES_SIZE:
+        sketched_part = Counter({cell: n for cell, n in part.items() if cell[1] >= 0})
+    elif lie is SumLie.STATES_OTHER_SKETCH:
+        sketched_result = changed(world, exchange.members, others[0], result)
     if not order.details:
-        return SumDigests(part=of(stated_part, whole), result=of(result, whole))
+        return SumDigests(
+            part=of(stated_part, whole), result=of(result, whole),
+            part_sketch=sketch(sketched_part), result_sketch=sketch(sketched_result),
+        )  # fmt: skip
+    if order.weights is not None:
+        # What follows from a sketch that was stated is stated of the slices, too.
+        stated_part = part = sketched_part
+        result = sketched_result
     return SumDigests(
         part=of(stated_part, whole), result=of(result, whole),
         parts=tuple(of(part, bound) for bound in bounds),

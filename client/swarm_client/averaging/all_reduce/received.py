@@ -10,6 +10,7 @@ from swarm_client.averaging.all_reduce.codec import EncodedPiece, Totals, decode
 from swarm_client.averaging.all_reduce.plan import RoundSpec, partition
 from swarm_shared.base.types import LinearDigests
 from swarm_shared.identity.linear_digest import DigestKey, digest_sum, to_text
+from swarm_shared.identity.norm_sketch import SketchKey
 
 
 class ReceivedPieces:
@@ -30,7 +31,7 @@ class ReceivedPieces:
         """Keep the next piece of this member."""
         self._pieces[member].append(piece)
 
-    def digests(self, key: DigestKey) -> LinearDigests:
+    def digests(self, key: DigestKey | SketchKey) -> LinearDigests:
         """The digest of what each other member put in, in the group's order."""
         others = [i for i in range(len(self._spec.members)) if i != self._spec.my_index]
         totals = [0] * len(others)

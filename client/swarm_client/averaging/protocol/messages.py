@@ -106,12 +106,14 @@ class CancelRound(Numbered):
 
 class DigestReceived(Numbered):
     """Compute the linear digests of what the other members put into this member's slice of a round
-    that is done: ReceivedDigested, or RoundFailureReport if it is not kept."""
+    that is done: ReceivedDigested, or RoundFailureReport if it is not kept. With `weights` they are
+    those of sketches (`swarm_shared.identity.norm_sketch`)."""
 
     kind: Literal["digest_received"] = "digest_received"
     round_id: RoundId
     seed: Seed
     part: Literal["own", "tied"]
+    weights: Seed | None = None
 
 
 class ForgetRounds(Numbered):

@@ -82,7 +82,7 @@ from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.json_messages import LENGTH_BYTES, decode_length, encode_prefixed, parse
 from swarm_shared.base.text import LogFormatter
 from swarm_shared.base.types import MAX_SENTENCE_CHARACTERS, PeerId
-from swarm_shared.identity.linear_digest import DigestKey
+from swarm_shared.identity.norm_sketch import vector_key
 
 logger = logging.getLogger(__name__)
 
@@ -213,7 +213,7 @@ class Worker:
         if received is None:
             answer = _stopped(f"round {message.round_id} is not kept here")
         else:
-            key = DigestKey(message.seed, message.part)
+            key = vector_key(message.seed, message.part, message.weights)
             digests = await anyio.to_thread.run_sync(partial(received.digests, key))
             answer = ReceivedDigested(digests=digests)
         self.link.send(answer.numbered(message.request))

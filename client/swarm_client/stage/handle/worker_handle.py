@@ -31,6 +31,7 @@ from swarm_shared.base.error_groups import single_error_unwrapped
 from swarm_shared.base.text import memory_text
 from swarm_shared.base.transcript import KeptTensors
 from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step, Version
+from swarm_shared.protocol import SumCheck
 from swarm_shared.protocol.framing import Buffer
 from swarm_shared.run.manifest import Manifest
 from swarm_shared.scheduling.placement.stage_sizes import stage_sizes
@@ -194,10 +195,14 @@ class StageWorker:
         return await self._rpc.call(request, messages.NormComputed)
 
     async def digest_sums(
-        self, step: Step, part: Literal["own", "tied"], seed: str, stops: Sequence[int]
+        self, check: SumCheck, part: Literal["own", "tied"], stops: Sequence[int]
     ) -> messages.SumsDigested:
-        """Linear digests of the slices of one part, in the `gradients` and `result` segments."""
-        request = messages.DigestSums(step=step, part=part, seed=seed, stops=tuple(stops))
+        """Linear digests of the slices of one part, in the `gradients` and `result` segments;
+        without details also its sketches."""
+        request = messages.DigestSums(
+            step=check.step, part=part, seed=check.seed, stops=tuple(stops), weights=check.weights,
+            sketches=not check.details,
+        )  # fmt: skip
         return await self._rpc.call(request, messages.SumsDigested)
 
     async def apply(

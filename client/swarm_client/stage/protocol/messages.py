@@ -46,6 +46,8 @@ from swarm_shared.base.types import (
     LinearDigests,
     Magnitude,
     MicrobatchIndex,
+    NormSketch,
+    NormSketches,
     SampledBlocks,
     Seed,
     StageIndex,
@@ -221,13 +223,17 @@ class ComputeNorm(Numbered):
 
 
 class DigestSums(Numbered):
-    """Compute the linear digests of the slices of one part of `gradients` and of `result`."""
+    """Compute the linear digests of the slices of one part of `gradients` and of `result`; see
+    `swarm_shared.protocol.SumCheck`."""
 
     kind: Literal["digest_sums"] = "digest_sums"
     step: Step
     part: Literal["own", "tied"]
     seed: Seed
     stops: SliceStops
+    weights: Seed | None = None
+    sketches: bool = False
+    """Whether the whole part's sketches are computed, too."""
 
 
 class ApplyUpdate(Numbered):
@@ -378,7 +384,9 @@ class AuditDone(Numbered):
     loss_sum: Finite | None = None
     distance: Magnitude | None = None
     sums: tuple[LinearDigests, ...] = Field(default=(), max_length=2)
-    """A digest of the own part, then one of the tied part, if there is one."""
+    """The digests of the own part, then those of the tied part, if there is one."""
+    sketches: tuple[NormSketches, ...] = Field(default=(), max_length=2)
+    """The sketches of the same."""
 
 
 class Uncommitted(Numbered):
@@ -413,6 +421,8 @@ class SumsDigested(Numbered):
     kind: Literal["sums_digested"] = "sums_digested"
     parts: LinearDigests
     results: LinearDigests
+    part_sketch: NormSketch | None = None
+    result_sketch: NormSketch | None = None
 
 
 class UpdateApplied(Numbered):

@@ -42,7 +42,7 @@ from swarm_client.stage.worker.accumulation.audited_gradient import (
 from swarm_client.stage.worker.accumulation.digests import counted_pieces
 from swarm_client.stage.worker.stage_runner import StageRunner
 from swarm_shared.base.transcript import KeptTensors, Transcript
-from swarm_shared.base.types import MAX_MAGNITUDE, LinearDigests, MicrobatchIndex, Step
+from swarm_shared.base.types import MAX_MAGNITUDE, MicrobatchIndex, Step
 from swarm_shared.codecs.errors import CodecError
 from swarm_shared.codecs.tensors import DTYPES
 from swarm_shared.identity.work_statements import DIGEST_BYTES, wire_digest
@@ -82,7 +82,8 @@ class Recomputed:
     elements: int
     """Number of elements of the parameters' gradient."""
     loss_sum: float | None = None
-    sums: tuple[LinearDigests, ...] = ()
+    sums: CellSums | None = None
+    """The linear digests and sketches of a gradient that is counted in whole numbers."""
 
     def distance(self, claimed: ShownTensors) -> float:
         """The largest relative distance of what another peer shows.
@@ -183,7 +184,8 @@ class AuditRunner:
             transcript=self._transcript(kept, own.shown),
             loss_sum=own.loss_sum,
             distance=None if others is None else own.distance(others),
-            sums=own.sums,
+            sums=() if own.sums is None else own.sums.digests(),
+            sketches=() if own.sums is None else own.sums.sketches(),
         )
 
     @property
@@ -214,7 +216,7 @@ class AuditRunner:
         self, step: Step, kept: KeptMicrobatch, blocks: Sequence[int], secret: str | None = None
     ) -> Recomputed:
         """Compute the microbatch here; keep these blocks of the gradient. With a secret, also
-        compute the linear digests of a gradient that is counted in whole numbers."""
+        compute the digests by which a member's sum is checked."""
         runner, quantum = self._runner, self._runner.parameter_sets.quantum
         result = runner.compute_again(runner.open_parameter_set(step), kept)
         dtype = DTYPES[runner.manifest.training.dtype]
@@ -236,7 +238,7 @@ class AuditRunner:
             gradient.norm,
             self._elements,
             loss_sum=float(result.output) if runner.stage.is_last else None,
-            sums=() if sums is None else sums.digests(),
+            sums=sums,
         )
 
     def _cut(self, content: bytes, blocks: Sequence[int]) -> ShownTensors | None:

@@ -314,11 +314,7 @@ class ComputeLoop:
                 self._inject_into_result(FaultPoint.NORM, request.step)
                 return self._steps.norm(request.step, request.step_tokens, self._memory.result)
             case messages.DigestSums():
-                parts, results = self._steps.digest_sums(
-                    request.step, request.part, request.seed, request.stops,
-                    (self._memory.gradients, self._memory.result),
-                )  # fmt: skip
-                return messages.SumsDigested(parts=parts, results=results)
+                return self._steps.digest_sums(request, self._memory.gradients, self._memory.result)
             case messages.ApplyUpdate():
                 self._inject_into_result(FaultPoint.APPLY, request.step)
                 fingerprint = self._steps.apply(

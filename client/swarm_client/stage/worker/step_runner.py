@@ -11,20 +11,18 @@ after the closing one is computed meanwhile in a parameter set of its own, which
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 from torch import Tensor
 
 from swarm_client.stage.protocol.errors import RequestFailed
-from swarm_client.stage.protocol.messages import NormComputed
+from swarm_client.stage.protocol.messages import DigestSums, NormComputed, SumsDigested
 from swarm_client.stage.worker.accumulation.digests import slice_digests
 from swarm_client.stage.worker.stage_runner import StageRunner
 from swarm_shared.base.errors import ProtocolError, StorageError
-from swarm_shared.base.types import LinearDigests, MicrobatchIndex, Step, Version
+from swarm_shared.base.types import MicrobatchIndex, Step, Version
 from swarm_shared.codecs.half_precision import is_finite
-from swarm_shared.identity.linear_digest import DigestKey
+from swarm_shared.identity.norm_sketch import Sketcher, to_text, vector_key
 from swarm_shared.model import (
     Fingerprint,
     Stage,
@@ -75,17 +73,20 @@ class StepRunner:
             finite=True,
         )
 
-    def digest_sums(
-        self, step: Step, part: Literal["own", "tied"], seed: str, stops: Sequence[int],
-        flats: Sequence[Tensor],
-    ) -> tuple[LinearDigests, ...]:  # fmt: skip
-        """The linear digests of the slices of one part, of each of these flat vectors."""
-        self._runner.closing_parameter_set(step)
+    def digest_sums(self, request: DigestSums, put_in: Tensor, taken_out: Tensor) -> SumsDigested:
+        """Answer the request about two flat vectors of sums."""
+        self._runner.closing_parameter_set(request.step)
         if self._runner.parameter_sets.quantum is None:
             raise RequestFailed("bad_input", "sums of this run are rounded, and not checked")
         own_count = self._runner.layout.own_count
-        cut = slice(0, own_count) if part == "own" else slice(own_count, None)
-        return slice_digests(DigestKey(seed, part), [flat[cut].numpy() for flat in flats], stops)
+        cut = slice(0, own_count) if request.part == "own" else slice(own_count, None)
+        vectors = [put_in[cut].numpy(), taken_out[cut].numpy()]
+        key = vector_key(request.seed, request.part, request.weights)
+        parts, results = slice_digests(key, vectors, request.stops)
+        if not request.sketches:
+            return SumsDigested(parts=parts, results=results)
+        part, result = map(to_text, Sketcher(request.seed, request.part).sketches(vectors))
+        return SumsDigested(parts=parts, results=results, part_sketch=part, result_sketch=result)
 
     def apply(
         self, step: Step, step_tokens: int, global_norm: float, learning_rate: float,

@@ -117,6 +117,11 @@ class RunState:
         tied = self.manifest.model.trains_tied_table and len(ends) > 1
         return ends if tied else frozenset()
 
+    def averaged_parts(self, stage: StageIndex) -> int:
+        """In how many parts a stage's gradient is averaged: its own and, at the ends of a tied
+        model, the tied one."""
+        return 1 + (stage in self.tied_stages())
+
 
 def enter_phase(run: RunState, phase: RunPhase) -> None:
     """Enter a phase, as `ALLOWED` permits. With WAITING the current step ends."""

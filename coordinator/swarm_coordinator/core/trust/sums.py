@@ -2,8 +2,10 @@
 
 Values and pure decisions (docs/decisions, number 0036); `swarm_coordinator.core.rules.closing`
 sends the checks and carries out what follows. Every member signs linear digests
-(`swarm_shared.identity.linear_digest`), which add up as the vectors do. First of whole vectors;
-where these do not agree, of every slice, which one member sums for all.
+(`swarm_shared.identity.linear_digest`), which add up as the vectors do, and sketches, which tell
+their norms (`swarm_shared.identity.norm_sketch`). First of whole vectors; where the digests or the
+sketches do not agree, digests of every slice, which one member sums for all. Where it is the
+sketches, these are digests of the slices' sketches: so a false sketch is found as a false digest.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from swarm_shared.base.types import LinearDigests, PeerId, StageIndex
-from swarm_shared.identity.linear_digest import digest_sum, from_text
+from swarm_shared.identity import norm_sketch
+from swarm_shared.identity.linear_digest import digest_sum, from_text, to_text
+from swarm_shared.identity.norm_sketch import Sketch, sketch_digest, sketch_sum
 from swarm_shared.identity.work_statements import SumDigests, SumStatement
 
 
@@ -52,6 +56,9 @@ class RoundSums:
     """Indices of a stage's groups, in the order of its Close."""
     shares: dict[PeerId, tuple[Share, ...]] = field(default_factory=dict)
     """Each member's shares, in the order of its Close."""
+    secret: str = ""
+    """That of the first seed (`swarm_shared.identity.linear_digest.check_seed`), from which further
+    ones follow."""
     seeds: tuple[str, ...] = ()
     """The seeds of the checks, which are made one after another; chosen once all members have
     averaged."""
@@ -59,6 +66,8 @@ class RoundSums:
     """Index in `seeds` of the present check's seed."""
     details: bool = False
     """Whether the members are asked for digests of every slice."""
+    weights: str = ""
+    """The seed of the weights of sketches, if the digests of every slice are of sketches."""
     agreed: bool = False
     """Whether the sums agreed under all seeds."""
     totals: dict[PeerId, SignedSums] = field(default_factory=dict)
@@ -118,10 +127,31 @@ def lie_in(check: RoundSums, peer: PeerId, statement: SumStatement) -> str | Non
         if check.details and (wrong := _wrong_slices(check.groups[share.group], stated)):
             return f"its digests of the slices of {name} {wrong}"
     if check.details:
-        before = [(digests.part, digests.result) for digests in check.totals[peer].statement.checks]
+        before = [_of_totals(check, digests) for digests in check.totals[peer].statement.checks]
         if before != [(digests.part, digests.result) for digests in statement.checks]:
             return "it signed different digests of the same sums"
     return None
+
+
+def _of_totals(check: RoundSums, stated: SumDigests) -> tuple[str, str]:
+    """The digests of whole vectors that follow from what a member has stated of them before."""
+    if not check.weights:
+        return stated.part, stated.result
+    part, result = (
+        sketch_digest(sketch_B, check.weights)
+        for sketch_B in (_part_sketch(stated), _result_sketch(stated))
+    )
+    return to_text(part), to_text(result)
+
+
+def _part_sketch(stated: SumDigests) -> Sketch:
+    assert stated.part_sketch is not None, "a statement of whole vectors has sketches"
+    return norm_sketch.from_text(stated.part_sketch)
+
+
+def _result_sketch(stated: SumDigests) -> Sketch:
+    assert stated.result_sketch is not None, "a statement of whole vectors has sketches"
+    return norm_sketch.from_text(stated.result_sketch)
 
 
 def _wrong_slices(group: SumGroup, stated: SumDigests) -> str:
@@ -150,6 +180,18 @@ def agree(check: RoundSums) -> bool:
             parts.setdefault(share.group, []).append(from_text(stated.part))
             results.setdefault(share.group, set()).add(from_text(stated.result))
     return all(results[group] == {digest_sum(parts[group])} for group in parts)
+
+
+def sketches_agree(check: RoundSums) -> bool:
+    """Whether every member of every group stated the sketch of the sum of what all its members
+    stated that they put in."""
+    parts: dict[int, list[Sketch]] = {}
+    results: dict[int, set[str]] = {}
+    for peer, shares in check.shares.items():
+        for share, stated in zip(shares, check.totals[peer].statement.checks, strict=True):
+            parts.setdefault(share.group, []).append(_part_sketch(stated))
+            results.setdefault(share.group, set()).add(norm_sketch.to_text(_result_sketch(stated)))
+    return all(results[group] == {norm_sketch.to_text(sketch_sum(parts[group]))} for group in parts)
 
 
 Entitled = Callable[[Collection[PeerId], PeerId], Collection[PeerId]]

@@ -6,6 +6,9 @@ up as gradients do, so that their sum must be the digest that the member states 
 Each attempt to close has a seed of its own; auditors state digests for several ones, so that a
 failed attempt costs no audits. The rules are in
 `swarm_coordinator.core.rules.closing.whole_audits`.
+
+Digests only tell whether sums are equal, to the bit. Auditors on other machines than the member's
+compute slightly else; the distance of theirs is told by sketches, which add up in the same way.
 """
 
 from __future__ import annotations
@@ -17,28 +20,33 @@ from dataclasses import dataclass, field
 from swarm_coordinator.core.trust.arithmetic_classes import Machine
 from swarm_coordinator.core.trust.sums import SignedSums
 from swarm_shared.base.transcript import Transcript
-from swarm_shared.base.types import LinearDigests, MicrobatchIndex, PeerId
-from swarm_shared.identity.linear_digest import (
-    CHECKS_PER_SECRET,
-    check_seed,
-    digest_sum,
-    from_text,
-)
+from swarm_shared.base.types import CHECKS_PER_SECRET, MicrobatchIndex, NormSketch, PeerId
+from swarm_shared.identity import norm_sketch
+from swarm_shared.identity.linear_digest import check_seed, digest_sum, from_text
+from swarm_shared.identity.work_statements import AuditStatement, SumStatement
 from swarm_shared.trust.votes import Claim
 
 Sums = tuple[int, ...]
 """Linear digests of a stage's own gradient and, at the ends of a tied model, of the tied one."""
 
 
+SKETCHED_SLACK = 2.0
+"""Factor by which a distance that sketches tell may exceed the tolerance: it is some 10 % off,
+hardly ever half (`swarm_shared.identity.norm_sketch`)."""
+
+
 @dataclass(frozen=True, slots=True)
 class CellSums:
-    """The digests that one auditor states of one cell; its own result is equal to the receipt's to
-    the bit."""
+    """What one auditor that agrees with a receipt states of the cell's gradient."""
 
     sums: Sums
     auditor: PeerId
     envelope: str
     """The signed statement, as evidence."""
+    sketches: tuple[NormSketch, ...] = ()
+    """Sketches of the same."""
+    exact: bool = True
+    """Whether its own result is equal to the receipt's to the bit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +86,10 @@ class WholeAudit:
     later attempts. None before."""
     contest: Contest | None = None
     """The contest in progress."""
+    outsized: bool = False
+    """Whether the audit began because the member had put in more than others of its stage."""
+    unproven: bool = False
+    """Whether that contest found no auditor."""
 
     @property
     def seed(self) -> str:
@@ -116,11 +128,46 @@ class WholeAudit:
         return {owner: stated[self.check] for owner, stated in by_owner.items()}
 
 
-def sums_of(digests: Sequence[LinearDigests], parts: int) -> tuple[Sums, ...]:
-    """The digests of an auditor's statement for each check; empty unless it has all of them."""
-    if len(digests) != parts or any(len(part) != CHECKS_PER_SECRET for part in digests):
+def cell_sums(
+    statement: AuditStatement, envelope: str, parts: int, *, exact: bool
+) -> tuple[CellSums, ...]:
+    """What an auditor states for each check; empty unless it has that of all parts."""
+    stated = (*statement.sums, *statement.sketches)
+    if (len(statement.sums), len(statement.sketches)) != (parts, parts) or any(
+        len(part) != CHECKS_PER_SECRET for part in stated
+    ):
         return ()
-    return tuple(zip(*(map(from_text, part) for part in digests), strict=True))
+    return tuple(
+        CellSums(
+            tuple(from_text(digests[check]) for digests in statement.sums),
+            statement.auditor,
+            envelope,
+            tuple(sketches[check] for sketches in statement.sketches),
+            exact,
+        )
+        for check in range(CHECKS_PER_SECRET)
+    )
+
+
+def put_in(statement: SumStatement, parts: int) -> Sums:
+    """The digests that a member states of what it put into its stage's averages."""
+    return tuple(from_text(digests.part) for digests in statement.checks[:parts])
+
+
+def is_sum(cells: Sequence[CellSums], statement: SumStatement, tolerance: float) -> bool:
+    """Whether what a member states that it put in is the sum of what auditors computed of its
+    cells: to the bit if they all compute like it, otherwise within the tolerance."""
+    parts = len(cells[0].sums)
+    if all(cell.exact for cell in cells):
+        return total(cell.sums for cell in cells) == put_in(statement, parts)
+    for part, stated in enumerate(statement.checks[:parts]):
+        assert stated.part_sketch is not None, "a statement of whole vectors has sketches"
+        computed = [norm_sketch.from_text(cell.sketches[part]) for cell in cells]
+        difference = norm_sketch.from_text(stated.part_sketch) - norm_sketch.sketch_sum(computed)
+        allowed = tolerance * sum(map(norm_sketch.sketched_norm, computed))
+        if norm_sketch.sketched_norm(difference) > SKETCHED_SLACK * allowed:
+            return False
+    return True
 
 
 def total(cells: Iterable[Sums]) -> Sums:
@@ -133,13 +180,13 @@ Stated = Mapping[MicrobatchIndex, Mapping[PeerId, CellSums]]
 
 
 def decided(
-    stated: Stated, put_in: Sums, needed: int, trusted: Collection[PeerId]
+    stated: Stated, claimed: Sums, needed: int, trusted: Collection[PeerId]
 ) -> dict[MicrobatchIndex, Sums] | None:
     """Return the digests of all cells that are true; None while too few owners agree.
 
-    `put_in` is what the member states, which counts as one owner's statement of digests that add up
-    to it; `needed` owners are a majority. So the digests of each cell have an honest owner behind
-    them as long as most are.
+    `claimed` is what the member states, which counts as one owner's statement of digests that add
+    up to it; `needed` owners are a majority. So the digests of each cell have an honest owner
+    behind them as long as most are.
     """
     supported = {m: _support(by_owner, needed, trusted) for m, by_owner in stated.items()}
     owners = sorted({owner for by_owner in stated.values() for owner in by_owner})
@@ -147,7 +194,7 @@ def decided(
         # Of digests with the same support those of one owner: a liar gives false ones, the others
         # of the cell are true.
         chosen = _chosen(stated, supported, owner, needed - 1)
-        if chosen is not None and total(chosen.values()) == put_in:
+        if chosen is not None and total(chosen.values()) == claimed:
             return chosen
     return _chosen(stated, supported, None, needed)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Literal, cast
 
 import numpy as np
 import pytest
@@ -26,6 +26,7 @@ from kits.client.stage_runners import (
 from swarm_client.stage.protocol import gradient_blocks, messages
 from swarm_client.stage.protocol.errors import RequestFailed
 from swarm_client.stage.protocol.gradient_blocks import BlockDigests, gradient_digest
+from swarm_client.stage.protocol.messages import DigestSums, SumsDigested
 from swarm_client.stage.worker.accumulation.accumulator import KeptMicrobatch
 from swarm_client.stage.worker.accumulation.audited_gradient import AuditedGradient, CellSums
 from swarm_client.stage.worker.audits import AuditRunner, Recomputed, ShownTensors
@@ -34,17 +35,24 @@ from swarm_client.stage.worker.stage_runner import ComputedAgain, StageRunner
 from swarm_client.stage.worker.step_runner import StepRunner
 from swarm_coordinator.configuration.run_settings import TOLERANCES
 from swarm_shared.base.transcript import KeptTensors, Transcript
-from swarm_shared.base.types import Generation, MicrobatchIndex, RunId, StageIndex
+from swarm_shared.base.types import (
+    CHECKS_PER_SECRET,
+    Generation,
+    MicrobatchIndex,
+    RunId,
+    StageIndex,
+)
 from swarm_shared.codecs.tensors import round_trip
+from swarm_shared.identity import norm_sketch
 from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.linear_digest import (
-    CHECKS_PER_SECRET,
     DigestKey,
     check_seed,
     digest_sum,
     from_text,
     to_text,
 )
+from swarm_shared.identity.norm_sketch import Sketcher, sketch_digest, sketch_sum
 from swarm_shared.identity.work_statements import AuditStatement
 from swarm_shared.model import FlatLayout
 from swarm_shared.run.codec_sizes import (
@@ -59,6 +67,7 @@ from swarm_shared.trust.votes import Claim, Finding, finding
 
 MICROBATCH = MicrobatchIndex(5)
 SEED = "5eed" * 8
+WEIGHTS = "0f" * 16
 ALL = (0,)
 """The blocks of a small gradient."""
 BLOCK_ELEMENTS = gradient_blocks.BLOCK_BYTES // 4
@@ -440,18 +449,23 @@ def test_a_gradient_that_is_read_in_pieces_gives_what_the_whole_gives(
 
 
 @given(own=st.lists(st.integers(1, 40), min_size=1), tied=st.lists(st.integers(1, 40)))
-def test_linear_digests_of_pieces_are_those_of_the_parts(own: list[int], tied: list[int]) -> None:
+def test_digests_and_sketches_of_pieces_are_those_of_the_parts(
+    own: list[int], tied: list[int]
+) -> None:
     layout = SimpleNamespace(own_count=sum(own), tied_count=sum(tied))
     sums = CellSums(cast(FlatLayout, layout), SEED)
     whole = np.arange(sum(own) + sum(tied), dtype=np.float32) + 1
     for piece in np.split(whole, np.cumsum(own + tied))[:-1]:
         sums.add(piece)
     parts = {"own": whole[: sum(own)], "tied": whole[sum(own) :]}
+    seeds = [check_seed(SEED, check) for check in range(CHECKS_PER_SECRET)]
     assert sums.digests() == tuple(
-        tuple(
-            to_text(DigestKey(check_seed(SEED, check), name).digest(part))
-            for check in range(CHECKS_PER_SECRET)
-        )
+        tuple(to_text(DigestKey(seed, name).digest(part)) for seed in seeds)
+        for name, part in parts.items()
+        if len(part)
+    )
+    assert sums.sketches() == tuple(
+        tuple(norm_sketch.to_text(Sketcher(seed, name).sketch(part)) for seed in seeds)
         for name, part in parts.items()
         if len(part)
     )
@@ -492,15 +506,19 @@ def averaging(manifest: Manifest, codec: AverageCodec) -> Manifest:
 
 
 def digests_of(
-    runner: StageRunner, stops: dict[str, tuple[int, ...]], seed: str
-) -> list[tuple[str, ...]]:
-    """The linear digests of what is in the accumulator, as a member states its part."""
-    flats = (runner.accumulator.totals(), torch.zeros_like(runner.accumulator.totals()))
+    runner: StageRunner, stops: dict[Literal["own", "tied"], tuple[int, ...]], seed: str,
+    weights: str | None = None,
+) -> list[SumsDigested]:  # fmt: skip
+    """The digests of what is in the accumulator, as a member states its parts; the result is 0."""
+    totals = runner.accumulator.totals()
     found = []
     for part, ends in stops.items():
-        parts, results = StepRunner(runner).digest_sums(STEP, part, seed, ends, flats)
-        assert set(results) == {"0" * 16}
-        found.append(parts)
+        request = DigestSums(
+            step=STEP, part=part, seed=seed, stops=ends, weights=weights, sketches=weights is None
+        )
+        digested = StepRunner(runner).digest_sums(request, totals, torch.zeros_like(totals))
+        assert set(digested.results) == {"0" * 16}
+        found.append(digested)
     return found
 
 
@@ -514,8 +532,10 @@ def test_what_auditors_find_adds_up_to_what_a_member_puts_in(
     for number in (5, 6, 7):
         through(audited, number)
     for peer, auditor in zip(audited, auditors, strict=True):
-        sizes = {"own": peer.layout.own_count, "tied": peer.layout.tied_count}
-        stops = {
+        sizes: dict[Literal["own", "tied"], int] = {
+            "own": peer.layout.own_count, "tied": peer.layout.tied_count
+        }  # fmt: skip
+        stops: dict[Literal["own", "tied"], tuple[int, ...]] = {
             part: tuple(size * (n + 1) // slices for n in range(slices))
             for part, size in sizes.items() if size
         }  # fmt: skip
@@ -524,18 +544,38 @@ def test_what_auditors_find_adds_up_to_what_a_member_puts_in(
         for number in (5, 6, 7):
             inputs = tmp_path / "inputs"
             AuditRunner(peer).save_kept(STEP, MicrobatchIndex(number), inputs, KeptTensors.INPUTS)
-            found.append(AuditRunner(auditor).audit(STEP, inputs, None, SEED).sums)
+            found.append(AuditRunner(auditor).audit(STEP, inputs, None, SEED))
         for check in range(CHECKS_PER_SECRET):
-            for index, parts in enumerate(digests_of(peer, stops, check_seed(SEED, check))):
-                of_cells = digest_sum(from_text(sums[index][check]) for sums in found)
-                assert of_cells == digest_sum(map(from_text, parts))
+            for index, stated in enumerate(digests_of(peer, stops, check_seed(SEED, check))):
+                of_cells = digest_sum(from_text(done.sums[index][check]) for done in found)
+                assert of_cells == digest_sum(map(from_text, stated.parts))
+                sketch = sketch_sum(
+                    norm_sketch.from_text(done.sketches[index][check]) for done in found
+                )
+                assert norm_sketch.to_text(sketch) == stated.part_sketch
+
+
+@pytest.mark.parametrize("slices", [1, 3])
+def test_digests_of_sketches_add_up_to_that_of_the_sketch_that_was_stated(slices: int) -> None:
+    runners = runners_of(averaging(make_manifest(3), "exact"))
+    through(runners, MICROBATCH)
+    runner = runners[0]
+    count = runner.layout.own_count
+    (stated,) = digests_of(runner, {"own": (count,)}, SEED)
+    assert stated.part_sketch is not None
+    expected = sketch_digest(norm_sketch.from_text(stated.part_sketch), WEIGHTS)
+    ends = tuple(count * (n + 1) // slices for n in range(slices))
+    (weighed,) = digests_of(runner, {"own": ends}, SEED, WEIGHTS)
+    assert digest_sum(map(from_text, weighed.parts)) == expected != 0
+    assert weighed.part_sketch is None
 
 
 def test_sums_are_digested_only_where_they_are_exact_and_in_whole_slices(tmp_path: Path) -> None:
     runners = runners_of(averaging(make_manifest(3), "float16"))
     through(runners, MICROBATCH)
     AuditRunner(runners[0]).save_kept(STEP, MICROBATCH, tmp_path / "inputs", KeptTensors.INPUTS)
-    assert AuditRunner(runners[0]).audit(STEP, tmp_path / "inputs", None, SEED).sums == ()
+    done = AuditRunner(runners[0]).audit(STEP, tmp_path / "inputs", None, SEED)
+    assert done.sums == done.sketches == ()
     count = runners[0].layout.own_count
     with pytest.raises(RequestFailed, match="rounded"):
         digests_of(runners[0], {"own": (count,)}, SEED)

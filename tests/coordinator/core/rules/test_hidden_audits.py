@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +13,11 @@ from kits.swarm_world.event_bench import Bench, joined
 from swarm_coordinator.core.rules.auditing import deadlines
 from swarm_coordinator.core.rules.auditing.auditors import AUDIT_SECONDS
 from swarm_coordinator.core.rules.closing import whole_audits
+from swarm_coordinator.core.state.close import Round
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.trust.arithmetic_classes import Machine
 from swarm_coordinator.core.trust.audits import MAX_IN_HAND, AuditBook, AuditSettings
+from swarm_coordinator.core.trust.sums import RoundSums
 from swarm_coordinator.simulator.transcripts import simulated_transcript
 from swarm_shared.base.types import PeerId, StageIndex
 from swarm_shared.protocol import Audit
@@ -27,7 +30,8 @@ MEMBERS = ("a0", "b0", "a1", "b1", "a2", "b2")
 
 def benched(*names: str, book: type[AuditBook] = WholeAuditsOnly, **options: Any) -> Bench:
     values = {"stages": 3, "check_sums": True, "microbatches": 2} | options
-    return joined(*(names or MEMBERS), audits=book(WHOLE, lambda: 0.9), **values)
+    draws = (0.9 + number / 2**32 for number in itertools.count())  # no two secrets are alike
+    return joined(*(names or MEMBERS), audits=book(WHOLE, lambda: next(draws)), **values)
 
 
 def filled(*names: str, **options: Any) -> Bench:
@@ -181,6 +185,13 @@ def test_a_seed_that_members_know_serves_no_other_attempt() -> None:
     bench.tick(60.0)  # no auditor answers
     (whole,) = bench.step().audits.whole.values()
     (found,) = bench.step().closing.each_round()
-    assert whole.seed in whole_audits.seeds_for(bench.run, bench.step(), found)
+    assert whole.seed in seeds(bench, found)
     whole_audits.reveal(bench.step(), found, whole.seed)
-    assert whole.seed not in whole_audits.seeds_for(bench.run, bench.step(), found)
+    assert whole.seed not in seeds(bench, found)
+
+
+def seeds(bench: Bench, round_: Round) -> tuple[str, ...]:
+    """The seeds under which the sums of a round are checked."""
+    check = RoundSums((), {})
+    whole_audits.begin_checks(bench.run, bench.step(), round_, check)
+    return check.seeds

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kits.scalar_sums import stated
 from kits.swarm_world.event_bench import Bench, joined
 from kits.swarm_world.facts import Moves, Options, Violation
 from kits.swarm_world.sums import SumLie
@@ -59,6 +60,8 @@ def averaged(*names: str, **options: Any) -> Bench:
 
 
 def digests(part: int, result: int, **slices: tuple[int, ...]) -> SumDigests:
+    if not slices:
+        return stated(part, result)
     return SumDigests(
         part=to_text(part), result=to_text(result),
         **{name: tuple(map(to_text, values)) for name, values in slices.items()},

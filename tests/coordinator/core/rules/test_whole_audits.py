@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kits.scalar_sums import audited, stated
 from kits.swarm_world.event_bench import OTHER_DIGEST, Bench, joined
 from kits.swarm_world.facts import Options, Violation
 from kits.swarm_world.sums import SumLie
@@ -21,9 +22,17 @@ from swarm_coordinator.core.rules.closing import whole_audits
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.trust.audits import AuditBook, AuditSettings
 from swarm_coordinator.simulator.transcripts import simulated_transcript
-from swarm_shared.base.types import Generation, MicrobatchIndex, PeerId, RunId, StageIndex, Version
-from swarm_shared.identity.linear_digest import CHECKS_PER_SECRET, check_seed, to_text
-from swarm_shared.identity.work_statements import SumDigests, SumStatement
+from swarm_shared.base.types import (
+    CHECKS_PER_SECRET,
+    Generation,
+    MicrobatchIndex,
+    PeerId,
+    RunId,
+    StageIndex,
+    Version,
+)
+from swarm_shared.identity.linear_digest import check_seed, to_text
+from swarm_shared.identity.work_statements import SumStatement
 from swarm_shared.protocol import AbortRound, Audit, Close, Refused, RoundReport, SumCheck
 
 WHOLE = AuditSettings(audit_share=2.0, probation_cells=0, check_sums=True)
@@ -40,12 +49,13 @@ def other_each_time() -> Callable[[], float]:
 
 
 def filled(
-    *names: str, settings: AuditSettings = WHOLE, draw: Callable[[], float] = lambda: 0.5,
+    *names: str, settings: AuditSettings = WHOLE, draw: Callable[[], float] | None = None,
     **options: Any,
 ) -> Bench:  # fmt: skip
     """A run of one stage in which a0 has counted both microbatches."""
     defaults = {"stages": 1, "check_sums": True}
-    bench = Bench(audits=AuditBook(settings, draw), **{**defaults, **options})
+    book = AuditBook(settings, draw or other_each_time())
+    bench = Bench(audits=book, **{**defaults, **options})
     bench.join_all(*(names or ("a0", "b0", "c0")))
     bench.fill()
     return bench
@@ -67,8 +77,7 @@ def answer(
         order.step, order.microbatch, order.stage, last, 1 if unlike else 0
     )
     value = GRADIENTS[order.microbatch] if gradient is None else gradient
-    sums = () if unlike else ((to_text(value),) * CHECKS_PER_SECRET,)
-    bench.audited(auditor, order, transcript, **{"sums": sums, **changes})
+    bench.audited(auditor, order, transcript, **{**audited(value), **changes})
 
 
 def answer_all(bench: Bench, *, false: str = "", since: int = 0) -> None:
@@ -89,15 +98,15 @@ def state(bench: Bench, members: Iterable[PeerId], part: int = 13) -> None:
     for peer in members:
         order = bench.sent(peer, SumCheck, bench.log)[-1]
         own = part if peer == "a0" else 0
-        digests = SumDigests(part=to_text(own), result=to_text(part))
+        digests = stated(own, part)
         statement = SumStatement(
             run=RunId("run"), generation=Generation(1), step=order.step, attempt=order.attempt,
             stage=StageIndex(0), peer=peer, seed=order.seed, checks=(digests,),
         )  # fmt: skip
-        stated = SumsStated(
+        event = SumsStated(
             bench.session(peer), peer, order.attempt, False, statement, f"sums of {peer}"
         )
-        bench.event(stated)
+        bench.event(event)
 
 
 def lost(bench: Bench) -> list[str]:
@@ -127,16 +136,16 @@ def test_all_cells_of_a_drawn_member_are_audited_with_one_secret() -> None:
     ids=["half of the share", "no checked sums"],
 )
 def test_a_member_that_is_not_drawn_is_audited_without_a_secret(settings: AuditSettings) -> None:
-    bench = filled(settings=settings)
+    bench = filled(settings=settings, draw=lambda: 0.5)
     assert {order.secret for _, order in orders(bench)} == {None}
 
 
-def test_both_ends_of_a_tied_model_are_audited_with_one_secret() -> None:
-    bench = filled("a0", "b0", "a1", "b1", stages=2, tied=True)
-    assert {order.stage for _, order in orders(bench)} == {0, 1}
-    assert len({order.secret for _, order in orders(bench)}) == 1
-    apart = filled("a0", "b0", "a1", "b1", stages=2)
-    assert len({order.stage for _, order in orders(apart)}) == 2
+@pytest.mark.parametrize("tied", [True, False])
+def test_every_member_is_audited_with_a_secret_of_its_own(tied: bool) -> None:
+    bench = filled("a0", "b0", "a1", "b1", stages=2, tied=tied)
+    secrets = {stage: {o.secret for _, o in orders(bench) if o.stage == stage} for stage in (0, 1)}
+    assert [len(of_stage) for of_stage in secrets.values()] == [1, 1]
+    assert secrets[0] != secrets[1]
 
 
 # ---- at the close
@@ -363,13 +372,13 @@ def test_a_member_that_reports_its_cells_as_lost_is_judged_all_the_same() -> Non
 @pytest.mark.parametrize(
     "change",
     [
-        lambda bench, auditor, order: answer(bench, auditor, order, unlike=True, distance=1e-9),
         lambda bench, auditor, order: answer(bench, auditor, order, sums=()),
+        lambda bench, auditor, order: answer(bench, auditor, order, sketches=()),
         lambda bench, auditor, order: answer(
             bench, auditor, order, sums=((to_text(1),), (to_text(2),))
         ),
     ],
-    ids=["an unlike machine", "no digests", "too many digests"],
+    ids=["no digests", "no sketches", "too many digests"],
 )
 def test_without_digests_of_every_cell_a_whole_audit_has_no_result(
     change: Callable[[Bench, str, Audit], None],
@@ -378,10 +387,44 @@ def test_without_digests_of_every_cell_a_whole_audit_has_no_result(
     (auditor, order), (other, second) = orders(bench)
     answer(bench, auditor, order)
     change(bench, other, second)
-    for again, compared in orders(bench)[2:]:
-        answer(bench, again, compared, unlike=True, distance=1e-9)
     close(bench, part=14)
     assert bench.run.phase is RunPhase.APPLYING
+
+
+def answered_by_unlike(bench: Bench) -> None:
+    """All open orders are answered by machines that round otherwise: with other digests, then with
+    the distance."""
+    answered = 0
+    while answered < len(orders(bench)):
+        auditor, order = orders(bench)[answered]
+        compared = None if order.comparison is None else 1e-6
+        answer(bench, auditor, order, unlike=True, distance=compared)
+        answered += 1
+
+
+def test_auditors_on_other_machines_prove_a_sum_within_the_tolerance() -> None:
+    bench = filled()
+    answered_by_unlike(bench)
+    close(bench)
+    assert bench.run.phase is RunPhase.APPLYING
+
+
+def test_what_auditors_on_other_machines_contradict_is_audited_by_all_and_computed_again() -> None:
+    """No majority can state the same digests: both sides are charged, and nothing is applied."""
+    bench = filled("a0", "b0", "c0", "d0")
+    answered_by_unlike(bench)
+    close(bench, part=14)
+    assert bench.sent("b0", AbortRound, bench.log)
+    for _ in range(4):
+        bench.tick(0.25)
+        first = len(orders(bench))
+        answered_by_unlike(bench)
+        if len(orders(bench)) == first:
+            break
+    assert lost(bench) == []
+    assert {auditor for auditor, _ in orders(bench)} == {"b0", "c0", "d0"}
+    assert not list(bench.step().table.held_by(PeerId("a0")))
+    assert any("no majority decides" in note.text for note in bench.log if hasattr(note, "text"))
 
 
 def fail(bench: Bench) -> str:
@@ -456,7 +499,7 @@ def known(bench: Bench, failed: int) -> Bench:
 
 
 def test_cells_that_are_audited_without_the_new_secret_are_audited_anew_and_hidden() -> None:
-    bench = known(filled("a0", "b0", "c0", "d0", draw=other_each_time()), CHECKS_PER_SECRET)
+    bench = known(filled("a0", "b0", "c0", "d0"), CHECKS_PER_SECRET)
     before = len(orders(bench))
     bench.report("a0", 0)
     assert [order.secret for _, order in orders(bench)[before:]] == [None]
@@ -467,7 +510,7 @@ def test_cells_that_are_audited_without_the_new_secret_are_audited_anew_and_hidd
 
 
 def test_a_doubt_about_a_cell_outlasts_the_secret_of_a_whole_audit() -> None:
-    bench = known(filled("a0", "b0", "c0", "d0", draw=other_each_time()), CHECKS_PER_SECRET)
+    bench = known(filled("a0", "b0", "c0", "d0"), CHECKS_PER_SECRET)
     before = len(orders(bench))
     bench.report("a0", 0)
     for distance in (None, 1.0):

@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kits import scalar_sums
+from kits.scalar_sums import sketch_of
 from kits.transcripts import TRANSCRIPT
 from swarm_coordinator.core.trust.whole_audits import (
     CellSums,
     Sums,
     WholeAudit,
+    cell_sums,
     decided,
-    sums_of,
+    is_sum,
     total,
 )
-from swarm_shared.base.types import MicrobatchIndex, PeerId
-from swarm_shared.identity.linear_digest import CHECKS_PER_SECRET, MODULUS
+from swarm_shared.base.types import (
+    CHECKS_PER_SECRET,
+    Generation,
+    MicrobatchIndex,
+    PeerId,
+    RunId,
+    StageIndex,
+    Step,
+)
+from swarm_shared.identity.linear_digest import MODULUS
+from swarm_shared.identity.work_statements import AuditStatement, SumStatement
 
 TRUTH: dict[int, Sums] = {0: (5,), 1: (MODULUS - 3,), 2: (70,)}
 WHOLE = total(TRUTH.values())
@@ -53,13 +67,79 @@ def test_digests_add_up_modulo_two_to_the_sixty_fourth_for_each_part() -> None:
 
 
 def test_a_statement_has_a_digest_for_each_part_and_check() -> None:
-    ones = tuple(f"{number:016x}" for number in range(CHECKS_PER_SECRET))
-    tens = tuple(f"{10 + number:016x}" for number in range(CHECKS_PER_SECRET))
-    assert sums_of((tens,), 1) == tuple((10 + n,) for n in range(CHECKS_PER_SECRET))
-    assert sums_of((ones, tens), 2) == tuple((n, 10 + n) for n in range(CHECKS_PER_SECRET))
-    assert sums_of((ones,), 2) == ()
-    assert sums_of((ones[1:],), 1) == ()
-    assert sums_of((), 1) == ()
+    checks = range(CHECKS_PER_SECRET)
+    ones, tens = (tuple(f"{first + n:016x}" for n in checks) for first in (0, 10))
+    few, many = (tuple(sketch_of(first + n) for n in checks) for first in (0, 10))
+
+    def sums_of(sums: tuple[Any, ...], sketches: tuple[Any, ...], parts: int) -> list[Any]:
+        statement = audit_statement(sums=sums, sketches=sketches)
+        found = cell_sums(statement, "by a", parts, exact=True)
+        assert {(cell.auditor, cell.envelope) for cell in found} <= {("a", "by a")}
+        return [(cell.sums, cell.sketches) for cell in found]
+
+    assert sums_of((tens,), (many,), 1) == [((10 + n,), (sketch_of(10 + n),)) for n in checks]
+    assert sums_of((ones, tens), (few, many), 2) == [
+        ((n, 10 + n), (sketch_of(n), sketch_of(10 + n))) for n in checks
+    ]
+    for sums, sketches, parts in [
+        ((ones,), (few,), 2), ((ones[1:],), (few,), 1), ((ones,), (few[1:],), 1), ((), (), 1),
+        ((ones,), (), 1), ((), (few,), 1), ((ones, tens), (few, many), 1),
+    ]:  # fmt: skip
+        assert sums_of(sums, sketches, parts) == []
+
+
+def audit_statement(**changes: Any) -> AuditStatement:
+    values: dict[str, Any] = {
+        "run": RunId("run"), "generation": Generation(1), "audit": 1, "step": Step(1),
+        "microbatch": MicrobatchIndex(0), "stage": StageIndex(0), "peer": PeerId("m"),
+        "auditor": PeerId("a"), "transcript": TRANSCRIPT,
+    }  # fmt: skip
+    return AuditStatement(**{**values, **changes})
+
+
+# ---- the sum of what auditors computed
+
+
+def sum_statement(*parts: int, sketched: int | None = None) -> SumStatement:
+    return SumStatement(
+        run=RunId("run"), generation=Generation(1), step=Step(1), attempt=1, stage=StageIndex(0),
+        peer=PeerId("m"), seed="5eed" * 8,
+        checks=tuple(scalar_sums.stated(part, part, sketched) for part in parts),
+    )  # fmt: skip
+
+
+def computed(*values: int, exact: bool = True) -> list[CellSums]:
+    """What auditors state of cells whose gradients have a single part."""
+    return [
+        CellSums((value % MODULUS,), PeerId("a"), "by a", (sketch_of(value),), exact)
+        for value in values
+    ]
+
+
+def test_auditors_that_compute_like_the_member_find_every_difference() -> None:
+    cells = computed(10**6, 2 * 10**6)
+    assert is_sum(cells, sum_statement(3 * 10**6), 1e-4)
+    assert not is_sum(cells, sum_statement(3 * 10**6 + 1), 1e-4)
+
+
+def test_auditors_on_other_machines_find_what_is_beyond_the_tolerance() -> None:
+    """Each cell may differ by a ten-thousandth of its norm, and sketches are off by some 10 %."""
+    cells = [*computed(10**6), *computed(-2 * 10**6, exact=False)]
+    assert is_sum(cells, sum_statement(-(10**6) + 299), 1e-4)
+    assert is_sum(cells, sum_statement(-(10**6) - 299), 1e-4)
+    assert not is_sum(cells, sum_statement(-(10**6) + 10**3), 1e-4)
+    assert not is_sum(cells, sum_statement(-(10**6) - 10**3), 1e-4)
+
+
+def test_every_part_of_a_gradient_is_compared() -> None:
+    cells = [
+        CellSums((5, 7), PeerId("a"), "by a", (sketch_of(5), sketch_of(7)), exact)
+        for exact in (True, False)
+    ]
+    for exact in (cells[:1], cells[1:]):
+        assert is_sum(exact, sum_statement(5, 7), 1e-4)
+        assert not is_sum(exact, sum_statement(5, 8), 1e-4)
+        assert not is_sum(exact, sum_statement(6, 7), 1e-4)
 
 
 def test_one_auditor_against_the_member_decides_nothing() -> None:

@@ -17,14 +17,9 @@ from torch import Tensor
 from swarm_client.stage.protocol.gradient_blocks import block_range
 from swarm_client.stage.protocol.slot_sizes import GRADIENT_ELEMENT_BYTES
 from swarm_client.stage.worker.accumulation.digests import GradientDigest
-from swarm_shared.base.types import LinearDigests
-from swarm_shared.identity.linear_digest import (
-    CHECKS_PER_SECRET,
-    DigestKey,
-    check_seed,
-    digest_sum,
-    to_text,
-)
+from swarm_shared.base.types import CHECKS_PER_SECRET, LinearDigests, NormSketches
+from swarm_shared.identity import norm_sketch
+from swarm_shared.identity.linear_digest import DigestKey, check_seed, digest_sum, to_text
 from swarm_shared.model import FlatLayout
 
 
@@ -71,31 +66,47 @@ class AuditedGradient:
         return math.sqrt(self._squares)
 
 
+class _CheckSums:
+    """The linear digest and the sketch of one part of a gradient for one check."""
+
+    def __init__(self, seed: str, part: str) -> None:
+        self._key, self._sketcher = DigestKey(seed, part), norm_sketch.Sketcher(seed, part)
+        self.digest, self.sketch_B = 0, norm_sketch.sketch_sum(())
+
+    def add(self, counts_P: NDArray[np.float32], start: int) -> None:
+        """Add the elements from `start` on."""
+        self.digest = digest_sum((self.digest, self._key.digest(counts_P, start)))
+        self.sketch_B = self.sketch_B + self._sketcher.sketch(counts_P, start)
+
+
 class CellSums:
-    """The linear digests of one microbatch's gradient, by which a member's sum is checked: of the
-    stage's own parameters, then of the tied ones."""
+    """The linear digests and sketches of one microbatch's gradient, by which a member's sum is
+    checked: of the stage's own parameters, then of the tied ones."""
 
     def __init__(self, layout: FlatLayout, secret: str) -> None:
         """`secret`: that from which the seeds of all checks follow."""
         seeds = [check_seed(secret, number) for number in range(CHECKS_PER_SECRET)]
         parts = {"own": layout.own_count, "tied": layout.tied_count}
-        self._keys = [[DigestKey(seed, part) for seed in seeds] for part in parts if parts[part]]
-        self._found = [[0] * len(seeds) for _ in self._keys]
+        self._parts = [[_CheckSums(seed, part) for seed in seeds] for part in parts if parts[part]]
         self._own_count = layout.own_count
         self._read = 0
 
     def add(self, counts_P: NDArray[np.float32]) -> None:
         """Add the next piece, which is of one parameter."""
-        part = int(self._read >= self._own_count and len(self._keys) > 1)
-        start = self._read - part * self._own_count
-        found = self._found[part]
-        for check, key in enumerate(self._keys[part]):
-            found[check] = digest_sum((found[check], key.digest(counts_P, start)))
+        part = int(self._read >= self._own_count and len(self._parts) > 1)
+        for check in self._parts[part]:
+            check.add(counts_P, self._read - part * self._own_count)
         self._read += len(counts_P)
 
     def digests(self) -> tuple[LinearDigests, ...]:
         """Return the digests of each part, one a check."""
-        return tuple(tuple(map(to_text, found)) for found in self._found)
+        return tuple(tuple(to_text(check.digest) for check in part) for part in self._parts)
+
+    def sketches(self) -> tuple[NormSketches, ...]:
+        """Return the sketches of each part, one a check."""
+        return tuple(
+            tuple(norm_sketch.to_text(check.sketch_B) for check in part) for part in self._parts
+        )
 
 
 def norm(tensor: Tensor) -> float:

@@ -17,6 +17,7 @@ from swarm_client.stage.worker.accelerator import Event
 from swarm_client.stage.worker.transfer.pieces_to_host import PiecesToHost
 from swarm_shared.base.types import LinearDigests
 from swarm_shared.identity.linear_digest import Counts, DigestKey, to_text
+from swarm_shared.identity.norm_sketch import SketchKey
 from swarm_shared.model.fixed_point_sums import Quantum
 
 
@@ -99,7 +100,7 @@ def counted_pieces(gradients: Iterable[Tensor], quantum: Quantum | None) -> Iter
 
 
 def slice_digests(
-    key: DigestKey, vectors: Sequence[Counts], stops: Sequence[int]
+    key: DigestKey | SketchKey, vectors: Sequence[Counts], stops: Sequence[int]
 ) -> tuple[LinearDigests, ...]:
     """The linear digests of the slices of each vector, which end at `stops`."""
     elements = len(vectors[0])

@@ -11,7 +11,7 @@ from swarm_coordinator.core.state.peers import PeerState, owner_of
 from swarm_coordinator.core.state.run import RunState
 from swarm_coordinator.core.state.steps import StepState
 from swarm_coordinator.core.trust.audits import AuditOrder, ExactFinding, OpenAudit
-from swarm_coordinator.core.trust.whole_audits import CellSums, sums_of
+from swarm_coordinator.core.trust.whole_audits import cell_sums
 from swarm_shared.identity.work_statements import AuditStatement
 from swarm_shared.trust.votes import Finding, Outcome, Vote, finding, outcome
 
@@ -53,7 +53,8 @@ def _record(
         if vote_finding is None:
             auditors.ask(run, step, audit, run.peers[order.auditor], now, compares=True)
             return
-        _keep_sums(run, step, audit, order, statement, event.envelope)
+        if vote_finding is Finding.AGREES:
+            _keep_sums(run, step, audit, order, statement, event.envelope)
         _compare_bits(run, audit, order, statement, vote_finding)
         audit.votes.append(
             Vote(
@@ -73,17 +74,17 @@ def _keep_sums(
     run: RunState, step: StepState, audit: OpenAudit, order: AuditOrder, statement: AuditStatement,
     envelope: str,
 ) -> None:  # fmt: skip
-    """Enter an auditor's digests into a whole audit, if its result is equal to the bit."""
+    """Enter what an auditor states of a cell's gradient into a whole audit."""
     whole_audit = step.audits.whole.get((audit.peer, audit.stage))
-    sums = sums_of(statement.sums, 1 + (audit.stage in run.tied_stages()))
-    if (
-        whole_audit is not None
-        and sums
-        and audit.secret == whole_audit.secret
-        and statement.transcript == audit.claim.transcript
-    ):
-        stated = tuple(CellSums(digests, order.auditor, envelope) for digests in sums)
-        whole_audit.add(audit.microbatch, audit.claim.transcript, order.owner, stated)
+    if whole_audit is None or audit.secret != whole_audit.secret:
+        return
+    transcript = audit.claim.transcript
+    stated = cell_sums(
+        statement, envelope, run.averaged_parts(audit.stage),
+        exact=statement.transcript == transcript,
+    )  # fmt: skip
+    if stated:
+        whole_audit.add(audit.microbatch, transcript, order.owner, stated)
 
 
 def _compare_bits(

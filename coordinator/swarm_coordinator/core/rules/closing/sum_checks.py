@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from swarm_coordinator.core.events import SumsStated, VerdictRecord
 from swarm_coordinator.core.rules import held_up, round_membership
 from swarm_coordinator.core.rules.auditing import verdicts
-from swarm_coordinator.core.rules.closing import exclusions, whole_audits
+from swarm_coordinator.core.rules.closing import exclusions, outsized_parts, whole_audits
 from swarm_coordinator.core.state.close import Round
 from swarm_coordinator.core.state.peers import PeerState, owner_of, short
 from swarm_coordinator.core.state.run import RunState
@@ -72,9 +72,11 @@ def record(
         round_.attempt,
         round_.members[peer.peer],
         check.seed,
+        check.weights or None,
     )
     stated = (
-        statement.generation, statement.step, statement.attempt, statement.stage, statement.seed
+        statement.generation, statement.step, statement.attempt, statement.stage, statement.seed,
+        statement.weights,
     )  # fmt: skip
     if stated != expected:
         return "it signed sums of another attempt, or under another seed"
@@ -84,6 +86,10 @@ def record(
         digests.parts or digests.results or digests.received for digests in statement.checks
     ):
         return "it signed digests of slices without being asked for them"
+    if not check.details and any(
+        digests.part_sketch is None or digests.result_sketch is None for digests in statement.checks
+    ):
+        return "it signed sums without their sketches"
     lie = sums.lie_in(check, peer.peer, statement)
     check.record(peer.peer, SignedSums(statement, event.envelope))
     round_.answer(peer.peer, now)
@@ -100,16 +106,17 @@ def advance(run: RunState, step: StepState, round_: Round, now: float) -> bool:
     if check is None or check.agreed:
         return True
     if not check.seeds:
-        check.seeds = whole_audits.seeds_for(run, step, round_)
+        whole_audits.begin_checks(run, step, round_, check)
     elif check.details:
         _conclude(run, step, round_, check, now)
         return False
     elif not sums.agree(check):
         check.details = True
+    elif not sums.sketches_agree(check):
+        check.details, check.weights = True, run.audits.draw_secret()
     else:
-        wrong = whole_audits.begin_contests(run, step, round_, check, now)
-        if wrong:
-            reason = f"{short(wrong[0])} put something else into its average than it counted"
+        reason = _contested(run, step, round_, check, now)
+        if reason:
             round_membership.abort(run, round_, reason, now)
             return False
         check.agreed = not check.begin_next()
@@ -118,10 +125,24 @@ def advance(run: RunState, step: StepState, round_: Round, now: float) -> bool:
     whole_audits.reveal(step, round_, check.seed)
     round_.ask_again(now)
     order = SumCheck(
-        step=step.step, attempt=round_.attempt, seed=check.seed, details=check.details
+        step=step.step, attempt=round_.attempt, seed=check.seed, details=check.details,
+        weights=check.weights or None,
     )  # fmt: skip
     run.broadcast(sorted(round_.members), order)
     return False
+
+
+def _contested(run: RunState, step: StepState, round_: Round, check: RoundSums, now: float) -> str:
+    """Begin the contests that follow from sums which agree; return why the round is aborted, or
+    nothing."""
+    if wrong := whole_audits.begin_contests(run, step, round_, check, now):
+        return f"{short(wrong[0])} put something else into its average than it counted"
+    if outsized := outsized_parts.begin_contests(run, step, round_, check, now):
+        return (
+            f"{short(outsized[0])} put much more into its average than the others of its stage: "
+            "what it counted is audited first"
+        )
+    return ""
 
 
 def _conclude(run: RunState, step: StepState, round_: Round, check: RoundSums, now: float) -> None:

@@ -1,10 +1,11 @@
 """Whole audits in a close: a member's sum is compared with what auditors computed of its cells.
 
 Part of the pure core (docs/decisions, number 0036). Which members are audited whole is drawn with
-their first cell (`swarm_coordinator.core.rules.auditing.draws`). Where one auditor's digests
-contradict the member, either may have lied: the round is aborted, and other owners audit the same
-cells until as many as decide an audit have stated the same. A member that leaves meanwhile is
-judged in its absence.
+their first cell (`swarm_coordinator.core.rules.auditing.draws`), or follows from what they put in
+(`swarm_coordinator.core.rules.closing.outsized_parts`). Where one auditor's digests contradict the
+member, either may have lied: the round is aborted, and other owners audit the same cells until as
+many as decide an audit have stated the same. A member that leaves meanwhile is judged in its
+absence.
 
 A member's part is compared under a seed of its own, which its auditors learn with their orders. The
 sums are checked under another one first, which is drawn after they are exchanged: an auditor is a
@@ -16,6 +17,8 @@ attempt, and another one put anything into the second.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from swarm_coordinator.core.events import VerdictRecord
 from swarm_coordinator.core.rules.auditing import auditors, cleared_cells, open_audits, verdicts
 from swarm_coordinator.core.state.close import Round
@@ -25,18 +28,19 @@ from swarm_coordinator.core.state.run import RunState
 from swarm_coordinator.core.state.step_table import Cell, CellKey, StepTable
 from swarm_coordinator.core.state.steps import StepState
 from swarm_coordinator.core.trust.audits import OpenAudit
-from swarm_coordinator.core.trust.sums import RoundSums
+from swarm_coordinator.core.trust.sums import RoundSums, SignedSums
 from swarm_coordinator.core.trust.whole_audits import (
     CellSums,
     Contest,
     Sums,
     WholeAudit,
     decided,
+    is_sum,
+    put_in,
     total,
 )
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex
-from swarm_shared.identity.linear_digest import from_text
-from swarm_shared.identity.work_statements import SumStatement
+from swarm_shared.identity.linear_digest import check_seed
 from swarm_shared.trust.evidence import sum_evidence
 from swarm_shared.trust.votes import MAX_VOTERS, Claim
 
@@ -48,16 +52,17 @@ StatedCells = dict[MicrobatchIndex, dict[PeerId, CellSums]]
 """The digests that auditors have stated of each cell as it counts, by the auditor's owner."""
 
 
-def seeds_for(run: RunState, step: StepState, round_: Round) -> tuple[str, ...]:
-    """The seeds of a round's checks: one that is drawn, then those of whole audits."""
+def begin_checks(run: RunState, step: StepState, round_: Round, check: RoundSums) -> None:
+    """Choose the seeds of a round's checks: one that is drawn, then those of whole audits."""
     book = run.audits
     audited = [
-        (book.draw(), whole_audit.seed)
+        (not whole_audit.outsized, book.draw(), whole_audit.seed)
         for (peer, stage), whole_audit in step.audits.whole.items()
         if round_.members.get(peer) == stage and whole_audit.attempt is None
     ]
-    chosen = [seed for _, seed in sorted(audited)[:MAX_CHECKED]]
-    return (book.draw_secret(), *(chosen or [book.draw_secret()]))
+    chosen = [seed for *_, seed in sorted(audited)[:MAX_CHECKED]]
+    check.secret = book.draw_secret()
+    check.seeds = (check_seed(check.secret, 0), *(chosen or [book.draw_secret()]))
 
 
 def reveal(step: StepState, round_: Round, seed: str) -> None:
@@ -77,24 +82,39 @@ def begin_contests(
         peer, stage = member
         if round_.members.get(peer) != stage or whole_audit.seed != check.seed:
             continue
-        cells = _cells_of(step.table, member)
-        stated_cells = [_stated_of(step, member, whole_audit, microbatch) for microbatch in cells]
-        if not cells or not all(stated_cells):
+        stated_cells = [
+            _stated_of(step, member, whole_audit, microbatch)
+            for microbatch in cells_of(step.table, member)
+        ]
+        if not stated_cells or not all(stated_cells):
             continue
-        cell_sums = [next(iter(by_owner.values())).sums for by_owner in stated_cells]
-        signed = check.totals[peer]
-        if total(cell_sums) != _put_in(signed.statement, len(cell_sums[0])):
-            state = run.peers[peer]
-            claims = {m: _claim_of(step.table[m, stage]) for m in cells}
-            whole_audit.contest = Contest(
-                signed, auditors.machine_of(state, stage), owner_of(state),
-                state.profile.binding, claims, now,
-            )  # fmt: skip
+        cells = [_preferred(by_owner) for by_owner in stated_cells]
+        if not is_sum(cells, check.totals[peer].statement, run.audits.settings.tolerance):
+            whole_audit.contest = contest_of(run, step, member, check.totals[peer], now)
             wrong.append(peer)
     return wrong
 
 
-def _cells_of(table: StepTable, member: Member) -> tuple[MicrobatchIndex, ...]:
+def _preferred(by_owner: Mapping[PeerId, CellSums]) -> CellSums:
+    """The digests of an auditor that computes like the member, if there is one."""
+    return max(by_owner.values(), key=lambda stated: stated.exact)
+
+
+def contest_of(
+    run: RunState, step: StepState, member: Member, signed: SignedSums, now: float
+) -> Contest:
+    """The contest of what a member has stated."""
+    peer, stage = member
+    state = run.peers[peer]
+    claims = {m: _claim_of(step.table[m, stage]) for m in cells_of(step.table, member)}
+    return Contest(
+        signed, auditors.machine_of(state, stage), owner_of(state), state.profile.binding, claims,
+        now,
+    )  # fmt: skip
+
+
+def cells_of(table: StepTable, member: Member) -> tuple[MicrobatchIndex, ...]:
+    """The microbatches that a member has counted in its stage, in ascending order."""
     peer, stage = member
     return tuple(sorted(m for m, held_stage in table.held_by(peer) if held_stage == stage))
 
@@ -108,11 +128,6 @@ def _stated_of(
 ) -> dict[PeerId, CellSums]:
     """The digests that auditors have stated of a cell as it counts, by the auditor's owner."""
     return whole_audit.of_receipt(microbatch, step.table[microbatch, member[1]].transcript)
-
-
-def _put_in(statement: SumStatement, parts: int) -> Sums:
-    """The digests that a member states of what it put into its averages."""
-    return tuple(from_text(digests.part) for digests in statement.checks[:parts])
 
 
 def renew(run: RunState, step: StepState, now: float) -> bool:
@@ -133,7 +148,7 @@ def renew(run: RunState, step: StepState, now: float) -> bool:
             whole_audit.begin_another_check()
         else:
             whole_audit = step.audits.whole[member] = WholeAudit(run.audits.draw_secret())
-        for microbatch in _cells_of(step.table, member):
+        for microbatch in cells_of(step.table, member):
             if not _stated_of(step, member, whole_audit, microbatch):
                 renewed = _audit_anew(run, step, (microbatch, stage), whole_audit, now) or renewed
     return renewed
@@ -180,6 +195,9 @@ def _proceed(
 ) -> bool:  # fmt: skip
     """Conclude a contest, or have its cells audited once more; return whether the close waits."""
     peer, stage = member
+    if _is_confirmed(run, contest, stated):
+        return False
+    unaudited = [m for m, by_owner in stated.items() if not by_owner]
     trusted = run.audits.settings.trusted_owners
     for microbatch, by_owner in stated.items():
         whole_audit.asked.setdefault(
@@ -196,18 +214,20 @@ def _proceed(
     judges = auditors.electorate(run, stage, contest.owner, devices)
     entitled = len(judges.union(voters.values())) + 1
     needed = min(entitled, MAX_VOTERS) // 2 + 1
-    parts = len(next(iter(next(iter(stated.values())).values())).sums)
-    put_in = _put_in(contest.stated.statement, parts)
-    sums = decided(stated, put_in, needed, trusted)
+    claimed = put_in(contest.stated.statement, run.averaged_parts(stage))
+    exact = _exact(stated)
+    sums = decided(exact, claimed, needed, trusted)
     if sums is not None:
-        _conclude(run, step, member, contest, stated, sums, now)
-        for microbatch, by_owner in stated.items():
+        _conclude(run, step, member, contest, exact, sums, now)
+        for microbatch, by_owner in exact.items():
             for owner, cell_sums in by_owner.items():
                 if cell_sums.sums != sums[microbatch]:
                     whole_audit.remove(microbatch, contest.claims[microbatch].transcript, owner)
         return False
     waiting = False
-    for microbatch, claim in contest.claims.items():
+    # A second opinion of a cell is asked for once there is a first one of each.
+    for microbatch in unaudited or contest.claims:
+        claim = contest.claims[microbatch]
         audit = OpenAudit(
             contest.machine, microbatch, contest.owner, claim, now, contest.binding,
             secret=whole_audit.secret, asked=whole_audit.asked[microbatch], confirms=True,
@@ -215,9 +235,37 @@ def _proceed(
         )  # fmt: skip
         if audit.key in step.audits.open or open_audits.begin_audit(run, step, audit, now):
             waiting = True
-    if not waiting:
+    if not waiting and unaudited:
+        _unproven(run, step, member, whole_audit)
+    elif not waiting:
         _undecided(run, step, member, stated, contest, now)
     return waiting
+
+
+def _is_confirmed(run: RunState, contest: Contest, stated: StatedCells) -> bool:
+    """Whether one auditor of each cell agrees with the member, and no further one was needed."""
+    cells = [sums for by_owner in stated.values() for sums in by_owner.values()]
+    if any(len(by_owner) != 1 for by_owner in stated.values()):
+        return False
+    return is_sum(cells, contest.stated.statement, run.audits.settings.tolerance)
+
+
+def _exact(stated: StatedCells) -> StatedCells:
+    """The digests of auditors that compute like the member, to the bit."""
+    return {
+        microbatch: {owner: sums for owner, sums in by_owner.items() if sums.exact}
+        for microbatch, by_owner in stated.items()
+    }
+
+
+def _unproven(run: RunState, step: StepState, member: Member, whole_audit: WholeAudit) -> None:
+    """Go on with what a member has put in although a cell of it found no auditor."""
+    whole_audit.unproven = True
+    run.note(
+        f"what {short(member[0])} put into the average of step {step.step} is not proved: not all "
+        "of what it counted found an auditor",
+        member[0],
+    )
 
 
 def _undecided(
@@ -253,7 +301,7 @@ def _conclude(
     peer, stage = member
     evidence = [cell_sums.envelope for m in sums for cell_sums in stated[m].values()]
     audited_total = total(sums.values())
-    if audited_total != _put_in(contest.stated.statement, len(audited_total)):
+    if audited_total != put_in(contest.stated.statement, len(audited_total)):
         record = VerdictRecord(
             step=step.step, microbatch=None, stage=stage, peer=peer,
             owner=contest.owner, audited=peer,

@@ -1,0 +1,69 @@
+"""Outsized parts in a close: a member that puts in much more than others is audited whole.
+
+Part of the pure core (docs/decisions, number 0058). A member that is not drawn for a whole audit
+could otherwise put in any vector, and decide the step. What it has put in is exchanged and stated
+by then: so the audit needs not be hidden from it. The round is aborted, and the step waits for the
+auditors. If they agree, the next round proves that the member puts in the same
+(`swarm_coordinator.core.rules.closing.whole_audits`); if not, more of them decide.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from swarm_coordinator.core.rules.closing import whole_audits
+from swarm_coordinator.core.rules.closing.whole_audits import Member
+from swarm_coordinator.core.state.close import Round
+from swarm_coordinator.core.state.peers import owner_of
+from swarm_coordinator.core.state.run import RunState
+from swarm_coordinator.core.state.steps import StepState
+from swarm_coordinator.core.trust.part_norms import PutIn, outsized
+from swarm_coordinator.core.trust.sums import RoundSums
+from swarm_coordinator.core.trust.whole_audits import WholeAudit
+from swarm_shared.base.types import PeerId, StageIndex
+from swarm_shared.identity import norm_sketch
+
+
+def begin_contests(
+    run: RunState, step: StepState, round_: Round, check: RoundSums, now: float
+) -> list[PeerId]:
+    """The members that have put in much more than the others of their stage, by the sums under the
+    first seed; what they have counted is audited."""
+    if check.seed_index:
+        return []
+    found: dict[Member, None] = {}
+    for (stage, _), parts in _parts(run, step, round_, check).items():
+        found |= {(peer, stage): None for peer in outsized(parts, run.audits.entitled)}
+    contested = [member for member in found if not _is_settled(step, check, member)]
+    for member in contested:
+        contest = whole_audits.contest_of(run, step, member, check.totals[member[0]], now)
+        step.audits.whole[member] = WholeAudit(
+            check.secret, attempt=round_.attempt, contest=contest, outsized=True
+        )
+    return [peer for peer, _ in contested]
+
+
+def _is_settled(step: StepState, check: RoundSums, member: Member) -> bool:
+    """Whether a member's part is compared with audits in this round, or cannot be."""
+    whole_audit = step.audits.whole.get(member)
+    return whole_audit is not None and (whole_audit.unproven or whole_audit.seed in check.seeds)
+
+
+def _parts(
+    run: RunState, step: StepState, round_: Round, check: RoundSums
+) -> dict[tuple[StageIndex, int], dict[PeerId, PutIn]]:
+    """What the members of each stage have put in, by stage and part of the gradient."""
+    parts: dict[tuple[StageIndex, int], dict[PeerId, PutIn]] = defaultdict(dict)
+    for peer, stage in round_.members.items():
+        counted = len(whole_audits.cells_of(step.table, (peer, stage)))
+        if counted:
+            for part, norm in enumerate(_norms(run, check, peer, stage)):
+                parts[stage, part][peer] = PutIn(owner_of(run.peers[peer]), counted, norm)
+    return parts
+
+
+def _norms(run: RunState, check: RoundSums, peer: PeerId, stage: StageIndex) -> Iterator[float]:
+    for stated in check.totals[peer].statement.checks[: run.averaged_parts(stage)]:
+        assert stated.part_sketch is not None, "a statement of whole vectors has sketches"
+        yield norm_sketch.sketched_norm(norm_sketch.from_text(stated.part_sketch))
