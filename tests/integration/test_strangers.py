@@ -19,7 +19,9 @@ from kits.attack.strangers import (
     LAST_STAGE_ONLY,
     MODIFIED,
     check,
+    check_ledger,
     modified,
+    names,
     verdicts,
 )
 from kits.runs.fault_run import LARGE, TINY
@@ -43,15 +45,16 @@ def lied(run: Run, name: str) -> Path:
 
 def a_run_with(
     make_run, cheats: dict[int, str], honest: int = HONEST_PER_STAGE, draws: Path = HALF_DRAWS,
-    sizes: Mapping[str, object] = TINY,
+    sizes: Mapping[str, object] = TINY, audit_share: float = 1.0,
 ) -> tuple[Run, dict[str, str]]:  # fmt: skip
-    """A run with a liar in some stages, in which every cell and every sum is audited; returns it at
-    its end, with the liars' cheats by name."""
+    """A run with a liar in some stages, in which mostly every cell is audited; returns it at its
+    end, with the liars' cheats by name."""
     stages = 2
     run = make_run(
         stages, STEPS,
         **{
-            **sizes, "limits__starting_peers_per_stage": honest, "trust__audit_share": 1.0,
+            **sizes, "limits__starting_peers_per_stage": honest,
+            "trust__audit_share": audit_share, "trust__probation_cells": round(50 * audit_share),
             "rebalancing__rule": "none", "checkpoint__every_steps": 1,
         },
     )  # fmt: skip
@@ -92,6 +95,15 @@ def test_members_that_lie_about_sums_are_found_and_change_no_bit(make_run) -> No
     run, liars = a_run_with(make_run, {0: "one added to a sum", 1: "zeros as its part"})
     check(run, liars)
     assert [verdict.microbatch for verdict in verdicts(run)] == [None, None]
+
+
+def test_a_member_that_puts_in_much_more_than_others_is_found_where_no_audit_was_drawn(
+    make_run,
+) -> None:
+    run, liars = a_run_with(make_run, {0: "its part against its gradient"}, audit_share=0.0)
+    run.assert_equals_reference()
+    check_ledger(run)
+    assert {names(run)[verdict.peer] for verdict in verdicts(run)} == set(liars)
 
 
 @pytest.mark.parametrize("cheat", ADAPTIVE)

@@ -64,6 +64,7 @@ CHEATS = {
     "one added to a sum, and blamed on a member": CLEARED,
     "the largest numbers as its part": CLEARED,
     "another part stated": CLEARED,
+    "another sketch stated": CLEARED,
     "another result stated": CLEARED,
     "sums that do not add up": LOSES,
     "no statement of sums": CLEARED,

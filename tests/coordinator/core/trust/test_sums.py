@@ -10,13 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kits.scalar_sums import stated
 from swarm_coordinator.core.trust import sums
 from swarm_coordinator.core.trust.sums import RoundSums, SignedSums, SumGroup
 from swarm_shared.base.types import Generation, PeerId, RunId, StageIndex, Step
+from swarm_shared.identity import norm_sketch
 from swarm_shared.identity.linear_digest import DigestKey, to_text
 from swarm_shared.identity.work_statements import SumDigests, SumStatement
 
-SEED = "5eed" * 8
+SEED, WEIGHTS = "5eed" * 8, "0f" * 16
 STAGE = StageIndex(0)
 SLICE = 3
 """Elements of a slice."""
@@ -33,6 +35,8 @@ class AllReduce:
     idle: frozenset[PeerId] = frozenset()
     stated: dict[PeerId, Vector] = field(default_factory=dict)
     """What a member states that it put in, where that is something else."""
+    sketched: dict[PeerId, Vector] = field(default_factory=dict)
+    """What a member states the sketch of, where that is something else."""
     sent: dict[tuple[PeerId, PeerId], Vector] = field(default_factory=dict)
     """What is added to the sum that one member sends to another, itself included."""
     claims: dict[tuple[PeerId, PeerId], int] = field(default_factory=dict)
@@ -60,17 +64,31 @@ class AllReduce:
                 total[self.bounds(reducer)] += change
         return total
 
-    def digests(self, member: PeerId) -> SumDigests:
-        key = DigestKey(SEED, "own")
+    def totals(self, member: PeerId) -> SumDigests:
         part, result = self.stated.get(member, self.parts[member]), self.result(member)
+        vectors = (part, result, self.sketched.get(member, part))
+        _, result_sketch, part_sketch = map(
+            norm_sketch.to_text, norm_sketch.Sketcher(SEED, "own").sketches(vectors)
+        )
+        of_part, of_result = map(to_text, DigestKey(SEED, "own").digests((part, result)))
+        return SumDigests(
+            part=of_part, result=of_result, part_sketch=part_sketch, result_sketch=result_sketch
+        )
+
+    def digests(self, member: PeerId, weights: str = "") -> SumDigests:
+        key = norm_sketch.vector_key(SEED, "own", weights or None)
+        part, result = self.stated.get(member, self.parts[member]), self.result(member)
+        if weights:
+            part = self.sketched.get(member, part)
 
         def of(vector: Vector, reducer: PeerId, more: int = 0) -> str:
             bounds = self.bounds(reducer)
-            return to_text((key.digest(vector[bounds], bounds.start) + more) % 2**64)
+            return to_text((key.digests((vector[bounds],), bounds.start)[0] + more) % 2**64)
 
+        whole_part, whole_result = map(to_text, key.digests((part, result)))
         return SumDigests(
-            part=to_text(key.digest(part)),
-            result=to_text(key.digest(result)),
+            part=whole_part,
+            result=whole_result,
             parts=tuple(of(part, reducer) for reducer in self.members),
             results=tuple(of(result, reducer) for reducer in self.members),
             received=tuple(
@@ -79,19 +97,22 @@ class AllReduce:
             ),
         )
 
-    def check(self) -> RoundSums:
+    def check(self, weights: str = "") -> RoundSums:
         """The check of it, with all statements in."""
         check = RoundSums((SumGroup("the average", self.members),), {STAGE: (0,)})
         for member in self.members:
             check.add_member(member, STAGE, None, contributes=member not in self.idle)
         for member in self.members:
-            signed = SignedSums(statement(member, self.digests(member)), f"by {member}")
-            check.totals[member] = check.slices[member] = signed
-        check.details = True
+            of_all, of_slices = self.totals(member), self.digests(member, weights)
+            check.totals[member] = SignedSums(statement(member, of_all), f"by {member}")
+            check.slices[member] = SignedSums(statement(member, of_slices), f"by {member}")
+        check.details, check.weights = True, weights
         return check
 
-    def findings(self, owners: dict[PeerId, PeerId] | None = None) -> sums.Findings:
-        return sums.findings(self.check(), owners or {}, all_others)
+    def findings(
+        self, owners: dict[PeerId, PeerId] | None = None, weights: str = ""
+    ) -> sums.Findings:
+        return sums.findings(self.check(weights), owners or {}, all_others)
 
 
 def all_others(owners: Collection[PeerId], judged: PeerId) -> set[PeerId]:
@@ -241,6 +262,50 @@ def test_new_identities_do_not_outvote_established_owners() -> None:
     assert found.contradictions == {(honest, liar) for liar in (other, *new)}
 
 
+# ---- sketches
+
+
+@given(size=st.integers(2, 6), seed=st.integers(0, 2**32))
+def test_sketches_of_honest_members_agree_and_so_do_their_digests(size: int, seed: int) -> None:
+    reduced = AllReduce.of(size, seed)
+    check = reduced.check(WEIGHTS)
+    assert sums.sketches_agree(check)
+    assert all(sums.lie_in(check, m, check.slices[m].statement) is None for m in reduced.members)
+    assert reduced.findings(weights=WEIGHTS) == sums.Findings({}, frozenset())
+
+
+@given(size=st.integers(2, 6), place=st.integers(0, 5))
+def test_a_false_sketch_is_found_as_a_false_digest_is(size: int, place: int) -> None:
+    """What a member states of its slices fits its sketch: then it contradicts the reducer of a
+    slice that it has changed."""
+    reduced = AllReduce.of(size)
+    liar, reducer = reduced.members[0], reduced.members[place % size]
+    false = reduced.parts[liar].copy()
+    false[reduced.bounds(reducer).start] += 1
+    reduced.sketched[liar] = false
+    assert sums.agree(reduced.check()), "the digests are right"
+    assert not sums.sketches_agree(reduced.check())
+    found = reduced.findings(weights=WEIGHTS)
+    if reducer == liar:
+        assert found == sums.Findings(found.lied, frozenset())
+        assert found.lied.keys() == {liar}
+    else:
+        assert found == sums.Findings({}, frozenset({(reducer, liar)}))
+
+
+def test_digests_of_slices_that_do_not_fit_the_sketch_that_was_stated_are_a_lie() -> None:
+    reduced = AllReduce.of(3)
+    check, liar = reduced.check(WEIGHTS), reduced.members[0]
+    before = check.totals[liar].statement.checks[0]
+    for name in ("part_sketch", "result_sketch"):
+        changed_sketch = norm_sketch.from_text(getattr(before, name)).copy()
+        changed_sketch[5] += np.uint64(1)
+        false = before.model_copy(update={name: norm_sketch.to_text(changed_sketch)})
+        check.totals[liar] = SignedSums(statement(liar, false), "by liar")
+        assert not sums.sketches_agree(check)
+        assert "different digests" in (sums.lie_in(check, liar, check.slices[liar].statement) or "")
+
+
 # ---- statements by themselves
 
 
@@ -310,13 +375,11 @@ def test_a_moving_member_puts_nothing_into_the_stage_that_it_goes_to() -> None:
     check.add_member(PeerId("b"), StageIndex(0), StageIndex(1), contributes=True)
     check.add_member(PeerId("c"), StageIndex(1), None, contributes=True)
 
-    def put(part: int, result: int) -> SumDigests:
-        return SumDigests(part=to_text(part), result=to_text(result))
-
-    for name, stated in {
-        "a": (put(3, 8),), "b": (put(5, 8), put(0, 2)), "c": (put(2, 2),)
+    for name, checks in {
+        "a": (stated(3, 8),), "b": (stated(5, 8), stated(0, 2)), "c": (stated(2, 2),)
     }.items():  # fmt: skip
-        check.record(PeerId(name), SignedSums(statement(PeerId(name), *stated), name))
+        check.record(PeerId(name), SignedSums(statement(PeerId(name), *checks), name))
     assert sums.agree(check)
-    adds = statement(PeerId("b"), put(5, 8), put(1, 3))
+    assert sums.sketches_agree(check)
+    adds = statement(PeerId("b"), stated(5, 8), stated(1, 3))
     assert "stage 1's average" in (sums.lie_in(check, PeerId("b"), adds) or "")

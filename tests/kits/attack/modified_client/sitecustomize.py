@@ -407,9 +407,14 @@ def _other_sum_for_one(module: ModuleType) -> None:
     module.MemberLink.send = send
 
 
+def _larger(digest: str, by: int) -> str:
+    """A digest of other contents."""
+    return f"{(int(digest, 16) + by) % 2**64:016x}"
+
+
 def _shifted(digest: str) -> str:
     """A digest of other contents, larger by one."""
-    return f"{(int(digest, 16) + 1) % 2**64:016x}"
+    return _larger(digest, 1)
 
 
 def _stated(change: Callable[..., Any]) -> Callable[[ModuleType], None]:
@@ -445,6 +450,7 @@ def _the_added_one(digests: Any, me: int, worker: Any, check: Any, reduction: An
     import numpy as np
 
     from swarm_client.averaging.all_reduce.plan import slice_stops
+    from swarm_shared.identity import norm_sketch
     from swarm_shared.identity.linear_digest import DigestKey
 
     sizes = worker.configured
@@ -453,9 +459,37 @@ def _the_added_one(digests: Any, me: int, worker: Any, check: Any, reduction: An
     starts = (0, *slice_stops(elements, weights))
     if len(weights) == 1 or starts[me] == starts[me + 1]:
         return digests
-    one = DigestKey(check.seed, reduction.part).digest(np.ones(1), starts[me])
-    claimed = f"{(int(digests.part, 16) + one) % 2**64:016x}"
-    return digests.model_copy(update={"part": claimed})
+    one = np.ones(1)
+    key = DigestKey(check.seed, reduction.part)
+    update = {"part": _larger(digests.part, key.digest(one, starts[me]))}
+    if digests.part_sketch is not None:
+        sketch = norm_sketch.Sketcher(check.seed, reduction.part).sketch(one, starts[me])
+        both = norm_sketch.from_text(digests.part_sketch), sketch
+        update["part_sketch"] = norm_sketch.to_text(norm_sketch.sketch_sum(both))
+    return digests.model_copy(update=update)
+
+
+def _another_sketch(digests: Any, me: int, worker: Any, check: Any, reduction: Any) -> Any:
+    """The sketch of another part than was put in; what is stated of the slices later fits it, but
+    for the slice of another member."""
+    import numpy as np
+
+    from swarm_shared.identity import norm_sketch
+
+    more = np.zeros(norm_sketch.BUCKETS, np.uint64)
+    more[0] = 1
+    if digests.part_sketch is not None:
+        both = norm_sketch.from_text(digests.part_sketch), more
+        sketch = norm_sketch.to_text(norm_sketch.sketch_sum(both))
+        return digests.model_copy(update={"part_sketch": sketch})
+    if check.weights is None:
+        return digests
+    added = norm_sketch.sketch_digest(more, check.weights)
+    parts = list(digests.parts)
+    place = (me + 1) % len(parts)
+    parts[place] = _larger(parts[place], added)
+    update = {"part": _larger(digests.part, added), "parts": tuple(parts)}
+    return digests.model_copy(update=update)
 
 
 def _another_part(digests: Any, me: int, *_: Any) -> Any:
@@ -719,6 +753,7 @@ CHEATS: dict[str, tuple[tuple[str, Patch], ...]] = {
     "zeros as its part": ((STEPS, _part(_zero)),),
     "the largest numbers as its part": ((STEPS, _part(_largest)),),
     "another part stated": ((STATEMENTS, _stated(_another_part)),),
+    "another sketch stated": ((STATEMENTS, _stated(_another_sketch)),),
     "another result stated": ((STATEMENTS, _stated(_another_result)),),
     "sums that do not add up": ((STATEMENTS, _stated(_sums_that_do_not_add_up)),),
     "no statement of sums": ((STATEMENTS, _no_statement),),
