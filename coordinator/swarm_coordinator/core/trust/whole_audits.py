@@ -86,8 +86,9 @@ class WholeAudit:
     later attempts. None before."""
     contest: Contest | None = None
     """The contest in progress."""
-    outsized: bool = False
-    """Whether the audit began because the member had put in more than others of its stage."""
+    ratio: float = 0.0
+    """How many times as much as others of its stage the member had put in, if the audit began
+    because of that (`swarm_coordinator.core.trust.part_norms`)."""
     unproven: bool = False
     """Whether that contest found no auditor."""
 

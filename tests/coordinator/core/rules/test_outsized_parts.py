@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 from collections.abc import Callable
 
 import pytest
@@ -13,9 +14,10 @@ from kits.swarm_world.sums import SumLie
 from kits.swarm_world.sweep import run_to_the_end
 from kits.swarm_world.world import World
 from swarm_coordinator.core.events import Note, SumsStated, VerdictRecord
+from swarm_coordinator.core.rules.closing.whole_audits import MAX_CHECKED
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.trust.audits import AuditBook, AuditSettings
-from swarm_coordinator.core.trust.part_norms import MAX_RATIO
+from swarm_coordinator.core.trust.part_norms import KNOWN_SHARE, MAX_RATIO
 from swarm_coordinator.simulator.transcripts import simulated_transcript
 from swarm_shared.base.types import CHECKS_PER_SECRET, Generation, PeerId, RunId, StageIndex
 from swarm_shared.identity.linear_digest import check_seed
@@ -45,11 +47,11 @@ def counted(*names: str, **options: object) -> Bench:
     return bench
 
 
-def close(bench: Bench, of_a: int = LARGE, checks: int = 2) -> None:
+def close(bench: Bench, of_a: int = LARGE, checks: int = 2, **of_others: int) -> None:
     """All members average, and state what they have put in."""
     bench.average_all()
     members = bench.closing()
-    parts = {peer: of_a if peer == "a0" else HONEST for peer in members}
+    parts = {peer: of_others.get(peer, HONEST) for peer in members} | {PeerId("a0"): of_a}
     for _ in range(checks):
         for peer in members:
             order = bench.sent(peer, SumCheck, bench.log)[-1]
@@ -124,6 +126,29 @@ def test_an_honest_member_with_a_large_gradient_is_proved_by_one_auditor_of_each
     assert lost(bench) == []
 
 
+@pytest.mark.parametrize(("drawn", "audited"), [(KNOWN_SHARE, False), (0.99 * KNOWN_SHARE, True)])
+def test_of_parts_as_large_as_one_that_was_proved_a_share_is_audited(
+    drawn: float, audited: bool
+) -> None:
+    bench = counted()
+    close(bench, checks=1)
+    bench.tick(0.25)
+    answer(bench, LARGE)
+    bench.tick(0.25)
+    close(bench)
+    assert bench.run.audits.proved_ratio == LARGE / HONEST
+    other = counted()
+    other.run.audits.proved_ratio = LARGE / HONEST
+    other.run.audits.draw = lambda: drawn
+    close(other, checks=1)
+    assert bool(other.sent("b0", AbortRound)) == audited
+    other = counted()
+    other.run.audits.proved_ratio = LARGE / HONEST
+    other.run.audits.draw = lambda: 0.99
+    close(other, of_a=LARGE + 1, checks=1)
+    assert other.sent("b0", AbortRound), "it is larger"
+
+
 def test_a_member_that_was_proved_cannot_put_in_something_else_in_the_next_attempt() -> None:
     bench = counted()
     close(bench, checks=1)
@@ -177,6 +202,15 @@ def test_a_step_without_auditors_goes_on(change: Callable[[Bench], None]) -> Non
         assert bench.run.phase is RunPhase.APPLYING, "it is not audited again"
     else:
         assert {m for m, _ in bench.step().table.held_by(PeerId("a0"))} == set()
+
+
+def test_as_many_members_are_contested_at_once_as_one_attempt_compares() -> None:
+    names = [f"{letter}0" for letter in string.ascii_lowercase[:19]]
+    bench = counted(*names)
+    close(bench, checks=1, **{name: LARGE + 1 + n for n, name in enumerate(names[1:9])})
+    bench.tick(0.25)
+    assert MAX_CHECKED == 8
+    assert {order.peer for _, order in orders(bench)} == set(names[1:9]), "the largest ones"
 
 
 def test_one_other_member_is_enough_to_compare_with_and_one_owner_is_not() -> None:

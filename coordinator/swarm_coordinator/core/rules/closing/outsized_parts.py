@@ -18,7 +18,7 @@ from swarm_coordinator.core.state.close import Round
 from swarm_coordinator.core.state.peers import owner_of
 from swarm_coordinator.core.state.run import RunState
 from swarm_coordinator.core.state.steps import StepState
-from swarm_coordinator.core.trust.part_norms import PutIn, outsized
+from swarm_coordinator.core.trust.part_norms import KNOWN_SHARE, PutIn, outsized
 from swarm_coordinator.core.trust.sums import RoundSums
 from swarm_coordinator.core.trust.whole_audits import WholeAudit
 from swarm_shared.base.types import PeerId, StageIndex
@@ -29,25 +29,42 @@ def begin_contests(
     run: RunState, step: StepState, round_: Round, check: RoundSums, now: float
 ) -> list[PeerId]:
     """The members that have put in much more than the others of their stage, by the sums under the
-    first seed; what they have counted is audited."""
+    first seed; what they have counted is audited. As many as one attempt compares, the largest
+    parts first."""
     if check.seed_index:
         return []
-    found: dict[Member, None] = {}
-    for (stage, _), parts in _parts(run, step, round_, check).items():
-        found |= {(peer, stage): None for peer in outsized(parts, run.audits.entitled)}
-    contested = [member for member in found if not _is_settled(step, check, member)]
+    ratios = {
+        member: ratio
+        for member, ratio in _ratios(run, step, round_, check).items()
+        if not (_is_settled(step, check, member) or _is_known(run, ratio))
+    }
+    contested = sorted(ratios, key=ratios.__getitem__, reverse=True)[: whole_audits.MAX_CHECKED]
     for member in contested:
         contest = whole_audits.contest_of(run, step, member, check.totals[member[0]], now)
         step.audits.whole[member] = WholeAudit(
-            check.secret, attempt=round_.attempt, contest=contest, outsized=True
+            check.secret, attempt=round_.attempt, contest=contest, ratio=ratios[member]
         )
     return [peer for peer, _ in contested]
+
+
+def _is_known(run: RunState, ratio: float) -> bool:
+    """Whether as large a part was proved before, and this one is not drawn."""
+    return ratio <= run.audits.proved_ratio and run.audits.draw() >= KNOWN_SHARE
 
 
 def _is_settled(step: StepState, check: RoundSums, member: Member) -> bool:
     """Whether a member's part is compared with audits in this round, or cannot be."""
     whole_audit = step.audits.whole.get(member)
     return whole_audit is not None and (whole_audit.unproven or whole_audit.seed in check.seeds)
+
+
+def _ratios(run: RunState, step: StepState, round_: Round, check: RoundSums) -> dict[Member, float]:
+    """The members with outsized parts, each with the largest ratio."""
+    ratios: dict[Member, float] = {}
+    for (stage, _), parts in _parts(run, step, round_, check).items():
+        for peer, ratio in outsized(parts, run.audits.entitled).items():
+            ratios[peer, stage] = max(ratio, ratios.get((peer, stage), 0.0))
+    return ratios
 
 
 def _parts(

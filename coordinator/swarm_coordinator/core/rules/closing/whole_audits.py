@@ -56,7 +56,7 @@ def begin_checks(run: RunState, step: StepState, round_: Round, check: RoundSums
     """Choose the seeds of a round's checks: one that is drawn, then those of whole audits."""
     book = run.audits
     audited = [
-        (not whole_audit.outsized, book.draw(), whole_audit.seed)
+        (not whole_audit.ratio, book.draw(), whole_audit.seed)
         for (peer, stage), whole_audit in step.audits.whole.items()
         if round_.members.get(peer) == stage and whole_audit.attempt is None
     ]
@@ -196,6 +196,7 @@ def _proceed(
     """Conclude a contest, or have its cells audited once more; return whether the close waits."""
     peer, stage = member
     if _is_confirmed(run, contest, stated):
+        run.audits.proved_ratio = max(run.audits.proved_ratio, whole_audit.ratio)
         return False
     unaudited = [m for m, by_owner in stated.items() if not by_owner]
     trusted = run.audits.settings.trusted_owners
