@@ -149,7 +149,7 @@ Seed = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 """Sixteen random bytes in hex, from which a key is derived."""
 LinearDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 """A linear digest in hex (`swarm_shared.identity.linear_digest`)."""
-NormSketch = Annotated[str, Field(pattern=r"^[A-Za-z0-9+/]{683}=$")]
+NormSketch = Annotated[str, Field(pattern=r"^[A-Za-z0-9+/]{683}=$", max_length=684)]
 """A sketch in base64 (`swarm_shared.identity.norm_sketch`)."""
 Instance = Annotated[str, Field(pattern=r"^(?:[0-9a-f]{16})?$")]
 """Random bytes in hex that tell a program that was started from every other one."""
