@@ -8,10 +8,11 @@ is much larger than most. So nothing follows but an audit.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from swarm_coordinator.core.trust.sums import Entitled
 from swarm_shared.base.types import PeerId
 
 MAX_RATIO: Final = 4.0
@@ -22,9 +23,6 @@ microbatches each, some 0.03 % have more in a step, and 0.6 % in the first 30 st
 KNOWN_SHARE: Final = 0.25
 """Share of the parts that are audited although as large ones were proved before. Where some of the
 data has gradients far from all others, every step could be delayed otherwise."""
-
-Entitled = Callable[[Collection[PeerId], PeerId], Collection[PeerId]]
-"""Returns which of some owners may judge another one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,12 +139,13 @@ def _of_totals(check: RoundSums, stated: SumDigests) -> tuple[str, str]:
         return stated.part, stated.result
     part, result = (
         sketch_digest(sketch_B, check.weights)
-        for sketch_B in (_part_sketch(stated), _result_sketch(stated))
+        for sketch_B in (part_sketch(stated), _result_sketch(stated))
     )
     return to_text(part), to_text(result)
 
 
-def _part_sketch(stated: SumDigests) -> Sketch:
+def part_sketch(stated: SumDigests) -> Sketch:
+    """The sketch of what a member put in, from its statement of whole vectors."""
     assert stated.part_sketch is not None, "a statement of whole vectors has sketches"
     return norm_sketch.from_text(stated.part_sketch)
 
@@ -189,7 +190,7 @@ def sketches_agree(check: RoundSums) -> bool:
     results: dict[int, set[str]] = {}
     for peer, shares in check.shares.items():
         for share, stated in zip(shares, check.totals[peer].statement.checks, strict=True):
-            parts.setdefault(share.group, []).append(_part_sketch(stated))
+            parts.setdefault(share.group, []).append(part_sketch(stated))
             results.setdefault(share.group, set()).add(norm_sketch.to_text(_result_sketch(stated)))
     return all(results[group] == {norm_sketch.to_text(sketch_sum(parts[group]))} for group in parts)
 

@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from swarm_coordinator.core.trust.arithmetic_classes import Machine
-from swarm_coordinator.core.trust.sums import SignedSums
+from swarm_coordinator.core.trust.sums import SignedSums, part_sketch
 from swarm_shared.base.transcript import Transcript
 from swarm_shared.base.types import CHECKS_PER_SECRET, MicrobatchIndex, NormSketch, PeerId
 from swarm_shared.identity import norm_sketch
@@ -162,9 +162,8 @@ def is_sum(cells: Sequence[CellSums], statement: SumStatement, tolerance: float)
     if all(cell.exact for cell in cells):
         return total(cell.sums for cell in cells) == put_in(statement, parts)
     for part, stated in enumerate(statement.checks[:parts]):
-        assert stated.part_sketch is not None, "a statement of whole vectors has sketches"
         computed = [norm_sketch.from_text(cell.sketches[part]) for cell in cells]
-        difference = norm_sketch.from_text(stated.part_sketch) - norm_sketch.sketch_sum(computed)
+        difference = part_sketch(stated) - norm_sketch.sketch_sum(computed)
         allowed = tolerance * sum(map(norm_sketch.sketched_norm, computed))
         if norm_sketch.sketched_norm(difference) > SKETCHED_SLACK * allowed:
             return False

@@ -10,7 +10,6 @@ auditors. If they agree, the next round proves that the member puts in the same
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
 
 from swarm_coordinator.core.rules.closing import whole_audits
 from swarm_coordinator.core.rules.closing.whole_audits import Member
@@ -19,10 +18,10 @@ from swarm_coordinator.core.state.peers import owner_of
 from swarm_coordinator.core.state.run import RunState
 from swarm_coordinator.core.state.steps import StepState
 from swarm_coordinator.core.trust.part_norms import KNOWN_SHARE, PutIn, outsized
-from swarm_coordinator.core.trust.sums import RoundSums
+from swarm_coordinator.core.trust.sums import RoundSums, part_sketch
 from swarm_coordinator.core.trust.whole_audits import WholeAudit
 from swarm_shared.base.types import PeerId, StageIndex
-from swarm_shared.identity import norm_sketch
+from swarm_shared.identity.norm_sketch import sketched_norm
 
 
 def begin_contests(
@@ -75,12 +74,8 @@ def _parts(
     for peer, stage in round_.members.items():
         counted = len(whole_audits.cells_of(step.table, (peer, stage)))
         if counted:
-            for part, norm in enumerate(_norms(run, check, peer, stage)):
+            checks = check.totals[peer].statement.checks[: run.averaged_parts(stage)]
+            for part, stated in enumerate(checks):
+                norm = sketched_norm(part_sketch(stated))
                 parts[stage, part][peer] = PutIn(owner_of(run.peers[peer]), counted, norm)
     return parts
-
-
-def _norms(run: RunState, check: RoundSums, peer: PeerId, stage: StageIndex) -> Iterator[float]:
-    for stated in check.totals[peer].statement.checks[: run.averaged_parts(stage)]:
-        assert stated.part_sketch is not None, "a statement of whole vectors has sketches"
-        yield norm_sketch.sketched_norm(norm_sketch.from_text(stated.part_sketch))
