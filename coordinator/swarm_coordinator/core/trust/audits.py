@@ -241,9 +241,9 @@ class AuditBook:
     retracted: set[tuple[MicrobatchIndex, StageIndex]] = field(default_factory=set)
     """Cells of the current step that are to be cleared as soon as the rounds that average them are
     aborted."""
-    proved_ratio: float = 0.0
-    """How many times as much as others a member has put in that was proved to be right, at most, in
-    this start of the coordinator."""
+    proved_ratios: dict[StageIndex, float] = field(default_factory=dict)
+    """By stage: how many times as much as others a member has put in that was proved to be right,
+    at most, in this start of the coordinator."""
     passed: int = 0
     """Audits of this start of the coordinator that passed."""
     unanswered: int = 0

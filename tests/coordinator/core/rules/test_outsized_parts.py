@@ -136,14 +136,14 @@ def test_of_parts_as_large_as_one_that_was_proved_a_share_is_audited(
     answer(bench, LARGE)
     bench.tick(0.25)
     close(bench)
-    assert bench.run.audits.proved_ratio == LARGE / HONEST
+    assert bench.run.audits.proved_ratios == {0: LARGE / HONEST}
     other = counted()
-    other.run.audits.proved_ratio = LARGE / HONEST
+    other.run.audits.proved_ratios[StageIndex(0)] = LARGE / HONEST
     other.run.audits.draw = lambda: drawn
     close(other, checks=1)
     assert bool(other.sent("b0", AbortRound)) == audited
     other = counted()
-    other.run.audits.proved_ratio = LARGE / HONEST
+    other.run.audits.proved_ratios[StageIndex(0)] = LARGE / HONEST
     other.run.audits.draw = lambda: 0.99
     close(other, of_a=LARGE + 1, checks=1)
     assert other.sent("b0", AbortRound), "it is larger"

@@ -35,7 +35,7 @@ def begin_contests(
     ratios = {
         member: ratio
         for member, ratio in _ratios(run, step, round_, check).items()
-        if not (_is_settled(step, check, member) or _is_known(run, ratio))
+        if not (_is_settled(step, check, member) or _is_known(run, member[1], ratio))
     }
     contested = sorted(ratios, key=ratios.__getitem__, reverse=True)[: whole_audits.MAX_CHECKED]
     for member in contested:
@@ -46,9 +46,10 @@ def begin_contests(
     return [peer for peer, _ in contested]
 
 
-def _is_known(run: RunState, ratio: float) -> bool:
-    """Whether as large a part was proved before, and this one is not drawn."""
-    return ratio <= run.audits.proved_ratio and run.audits.draw() >= KNOWN_SHARE
+def _is_known(run: RunState, stage: StageIndex, ratio: float) -> bool:
+    """Whether as large a part of this stage was proved before, and this one is not drawn."""
+    known = run.audits.proved_ratios.get(stage, 0.0)
+    return ratio <= known and run.audits.draw() >= KNOWN_SHARE
 
 
 def _is_settled(step: StepState, check: RoundSums, member: Member) -> bool:

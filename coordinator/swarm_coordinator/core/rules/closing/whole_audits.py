@@ -196,7 +196,8 @@ def _proceed(
     """Conclude a contest, or have its cells audited once more; return whether the close waits."""
     peer, stage = member
     if _is_confirmed(run, contest, stated):
-        run.audits.proved_ratio = max(run.audits.proved_ratio, whole_audit.ratio)
+        proved = run.audits.proved_ratios
+        proved[stage] = max(proved.get(stage, 0.0), whole_audit.ratio)
         return False
     unaudited = [m for m, by_owner in stated.items() if not by_owner]
     trusted = run.audits.settings.trusted_owners
