@@ -23,6 +23,7 @@ from swarm_shared.base.transcript import Transcript
 from swarm_shared.base.types import CHECKS_PER_SECRET, MicrobatchIndex, NormSketch, PeerId
 from swarm_shared.identity import norm_sketch
 from swarm_shared.identity.linear_digest import check_seed, digest_sum, from_text
+from swarm_shared.identity.norm_sketch import Sketch
 from swarm_shared.identity.work_statements import AuditStatement, SumStatement
 from swarm_shared.trust.votes import Claim
 
@@ -161,13 +162,35 @@ def is_sum(cells: Sequence[CellSums], statement: SumStatement, tolerance: float)
     parts = len(cells[0].sums)
     if all(cell.exact for cell in cells):
         return total(cell.sums for cell in cells) == put_in(statement, parts)
-    for part, stated in enumerate(statement.checks[:parts]):
-        computed = [norm_sketch.from_text(cell.sketches[part]) for cell in cells]
-        difference = part_sketch(stated) - norm_sketch.sketch_sum(computed)
-        allowed = tolerance * sum(map(norm_sketch.sketched_norm, computed))
-        if norm_sketch.sketched_norm(difference) > SKETCHED_SLACK * allowed:
-            return False
-    return True
+    return all(
+        _is_near(
+            part_sketch(stated),
+            [norm_sketch.from_text(cell.sketches[part]) for cell in cells],
+            tolerance,
+        )
+        for part, stated in enumerate(statement.checks[:parts])
+    )
+
+
+def are_alike(cells: Sequence[CellSums], tolerance: float) -> bool:
+    """Whether several auditors state the same of one cell: to the bit if they all compute like the
+    member, otherwise each within the tolerance of what the member computed."""
+    first, *others = cells
+    if all(cell.exact for cell in cells):
+        return all(other.sums == first.sums for other in others)
+    return all(
+        _is_near(norm_sketch.from_text(one), [norm_sketch.from_text(its)], 2.0 * tolerance)
+        for other in others
+        for one, its in zip(first.sketches, other.sketches, strict=True)
+    )
+
+
+def _is_near(stated_B: Sketch, computed: Sequence[Sketch], tolerance: float) -> bool:
+    """Whether a vector is the sum of others by their sketches: within the tolerance of the norms
+    of these."""
+    difference_B = stated_B - norm_sketch.sketch_sum(computed)
+    allowed = tolerance * sum(map(norm_sketch.sketched_norm, computed))
+    return norm_sketch.sketched_norm(difference_B) <= SKETCHED_SLACK * allowed
 
 
 def total(cells: Iterable[Sums]) -> Sums:

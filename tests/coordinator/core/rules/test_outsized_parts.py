@@ -14,7 +14,7 @@ from kits.swarm_world.sums import SumLie
 from kits.swarm_world.sweep import run_to_the_end
 from kits.swarm_world.world import World
 from swarm_coordinator.core.events import Note, SumsStated, VerdictRecord
-from swarm_coordinator.core.rules.closing.whole_audits import MAX_CHECKED
+from swarm_coordinator.core.rules.closing.whole_audits import ENOUGH_AUDITORS, MAX_CHECKED
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.trust.audits import AuditBook, AuditSettings
 from swarm_coordinator.core.trust.part_norms import KNOWN_SHARE, MAX_RATIO
@@ -70,12 +70,20 @@ def orders(bench: Bench) -> list[tuple[str, Audit]]:
     return [(str(p), order) for p in bench.run.peers for order in bench.sent(p, Audit, bench.log)]
 
 
-def answer(bench: Bench, gradient: int, **changes: object) -> None:
-    """Every auditor that was asked last states this gradient."""
-    for auditor, order in orders(bench):
-        transcript = simulated_transcript(order.step, order.microbatch, order.stage, order.stage)
-        values = {**scalar_sums.audited(gradient), **changes}
-        bench.audited(auditor, order, transcript, **values)
+def audit(bench: Bench, gradient: int, unlike: bool = False, **of_others: int) -> None:
+    """Auditors state this gradient, or others, until none is asked any more; `unlike` on machines
+    that round otherwise."""
+    answered: set[int] = set()
+    while new := [pair for pair in orders(bench) if pair[1].audit not in answered]:
+        for auditor, order in new:
+            answered.add(order.audit)
+            transcript = simulated_transcript(
+                order.step, order.microbatch, order.stage, order.stage, int(unlike)
+            )
+            values = scalar_sums.audited(of_others.get(auditor, gradient))
+            distance = 1e-6 if order.comparison else None
+            bench.audited(auditor, order, transcript, **values, distance=distance)
+        bench.tick(0.25)
 
 
 def lost(bench: Bench) -> list[str]:
@@ -109,21 +117,36 @@ def test_an_outsized_part_ends_the_attempt_and_what_it_sums_is_audited() -> None
     assert len(bench.sent("b0", Close, bench.log)) == 1, "the close waits"
 
 
-def test_an_honest_member_with_a_large_gradient_is_proved_by_one_auditor_of_each_cell() -> None:
-    bench = counted()
+@pytest.mark.parametrize("unlike", [False, True])
+def test_an_honest_member_with_a_large_gradient_is_proved_by_two_auditors_of_each_cell(
+    unlike: bool,
+) -> None:
+    bench = counted(*(f"{letter}0" for letter in string.ascii_lowercase[:9]))
     close(bench, checks=1)
     bench.tick(0.25)
-    answer(bench, LARGE)
-    ((_, order),) = orders(bench)
-    bench.tick(0.25)
+    audit(bench, LARGE, unlike)
     assert bench.run.phase is RunPhase.CLOSING
     close(bench)
     assert bench.run.phase is RunPhase.APPLYING
-    assert len(orders(bench)) == 1
-    assert order.secret is not None
-    seeds = {check_seed(order.secret, number) for number in range(1, CHECKS_PER_SECRET)}
-    assert bench.sent("b0", SumCheck, bench.log)[-1].seed in seeds
+    assert len({auditor for auditor, _ in orders(bench)}) == ENOUGH_AUDITORS
+    (secret,) = {order.secret for _, order in orders(bench)}
+    assert secret is not None
+    seeds = {check_seed(secret, number) for number in range(1, CHECKS_PER_SECRET)}
+    assert bench.sent("b0", SumCheck, bench.log)[-1].seed in seeds, "the part is compared again"
     assert lost(bench) == []
+
+
+@pytest.mark.parametrize("unlike", [False, True])
+def test_an_auditor_that_works_together_with_the_member_proves_nothing(unlike: bool) -> None:
+    """Most owners decide; where they compute otherwise they cannot, and the cell is cleared."""
+    bench = counted("a0", "b0", "c0", "d0", "e0")
+    close(bench, checks=1)
+    bench.tick(0.25)
+    ((accomplice, _),) = orders(bench)
+    audit(bench, HONEST, unlike, **{accomplice: LARGE})
+    assert set(lost(bench)) == (set() if unlike else {"a0", accomplice})
+    assert not list(bench.step().table.held_by(PeerId("a0")))
+    assert bench.run.phase is RunPhase.COLLECT
 
 
 @pytest.mark.parametrize(("drawn", "audited"), [(KNOWN_SHARE, False), (0.99 * KNOWN_SHARE, True)])
@@ -133,8 +156,7 @@ def test_of_parts_as_large_as_one_that_was_proved_a_share_is_audited(
     bench = counted()
     close(bench, checks=1)
     bench.tick(0.25)
-    answer(bench, LARGE)
-    bench.tick(0.25)
+    audit(bench, LARGE)
     close(bench)
     assert bench.run.audits.proved_ratios == {0: LARGE / HONEST}
     other = counted()
@@ -153,8 +175,7 @@ def test_a_member_that_was_proved_cannot_put_in_something_else_in_the_next_attem
     bench = counted()
     close(bench, checks=1)
     bench.tick(0.25)
-    answer(bench, LARGE)
-    bench.tick(0.25)
+    audit(bench, LARGE)
     close(bench, of_a=2 * LARGE)
     assert bench.run.phase is RunPhase.COLLECT
     assert "something else into its average" in bench.sent("b0", AbortRound, bench.log)[-1].reason
@@ -163,15 +184,8 @@ def test_a_member_that_was_proved_cannot_put_in_something_else_in_the_next_attem
 def test_a_member_that_added_something_is_expelled_by_most_owners() -> None:
     bench = counted()
     close(bench, checks=1)
-    for _ in range(3):
-        bench.tick(0.25)
-        answered = len(orders(bench))
-        for auditor, order in orders(bench)[:answered]:
-            transcript = simulated_transcript(
-                order.step, order.microbatch, order.stage, order.stage
-            )
-            bench.audited(auditor, order, transcript, **scalar_sums.audited(HONEST))
     bench.tick(0.25)
+    audit(bench, HONEST)
     assert lost(bench) == ["a0"]
     (record,) = bench.records(VerdictRecord)
     assert "something else into its average than the sum of what it counted" in record.reason

@@ -17,7 +17,7 @@ attempt, and another one put anything into the second.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from swarm_coordinator.core.events import VerdictRecord
 from swarm_coordinator.core.rules.auditing import auditors, cleared_cells, open_audits, verdicts
@@ -34,6 +34,7 @@ from swarm_coordinator.core.trust.whole_audits import (
     Contest,
     Sums,
     WholeAudit,
+    are_alike,
     decided,
     is_sum,
     put_in,
@@ -43,6 +44,10 @@ from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex
 from swarm_shared.identity.linear_digest import check_seed
 from swarm_shared.trust.evidence import sum_evidence
 from swarm_shared.trust.votes import MAX_VOTERS, Claim
+
+ENOUGH_AUDITORS = 2
+"""Auditors of each cell that are enough to prove what a member has put in, if they agree: of one, a
+member that works together with it could have it state digests that add up."""
 
 MAX_CHECKED = 8
 """Most whole audits that one attempt to close compares: each takes a check of the sums."""
@@ -194,62 +199,79 @@ def _proceed(
     stated: StatedCells, now: float,
 ) -> bool:  # fmt: skip
     """Conclude a contest, or have its cells audited once more; return whether the close waits."""
-    peer, stage = member
-    if _is_confirmed(run, contest, stated):
-        proved = run.audits.proved_ratios
-        proved[stage] = max(proved.get(stage, 0.0), whole_audit.ratio)
-        return False
-    unaudited = [m for m, by_owner in stated.items() if not by_owner]
-    trusted = run.audits.settings.trusted_owners
+    stage = member[1]
     for microbatch, by_owner in stated.items():
         whole_audit.asked.setdefault(
             microbatch, {cell_sums.auditor: owner for owner, cell_sums in by_owner.items()}
         )
-    voters = {
-        cell_sums.auditor: own
-        for by_owner in stated.values()
-        for own, cell_sums in by_owner.items()
-    }
+    judges = _judges(run, member, whole_audit, contest, stated)
+    enough = min(ENOUGH_AUDITORS, judges)
+    if _is_confirmed(run, contest, stated, enough):
+        _note_proved(run, stage, whole_audit)
+        return False
+    needed = min(judges + 1, MAX_VOTERS) // 2 + 1
+    claimed = put_in(contest.stated.statement, run.averaged_parts(stage))
+    sums = decided(_exact(stated), claimed, needed, run.audits.settings.trusted_owners)
+    if sums is not None:
+        _conclude(run, step, member, whole_audit, _exact(stated), sums, now)
+        return False
+    # Cells that few have audited come first, so that all are audited at the same time.
+    lacking = [m for m, by_owner in stated.items() if len(by_owner) < enough]
+    if _audit_further(run, step, whole_audit, contest, lacking or list(contest.claims), now):
+        return True
+    if not all(stated.values()):
+        _unproven(run, step, member, whole_audit)
+    elif lacking and _is_confirmed(run, contest, stated, 1):
+        _note_proved(run, stage, whole_audit)
+    else:
+        _undecided(run, step, member, stated, contest, now)
+    return False
+
+
+def _judges(
+    run: RunState, member: Member, whole_audit: WholeAudit, contest: Contest, stated: StatedCells
+) -> int:
+    """How many owners may judge a member, those included that have done it and left."""
+    peer, stage = member
+    voters = {owner for by_owner in stated.values() for owner in by_owner}
     devices = {peer: contest.owner}
     for asked in whole_audit.asked.values():
         devices.update(asked)
-    judges = auditors.electorate(run, stage, contest.owner, devices)
-    entitled = len(judges.union(voters.values())) + 1
-    needed = min(entitled, MAX_VOTERS) // 2 + 1
-    claimed = put_in(contest.stated.statement, run.averaged_parts(stage))
-    exact = _exact(stated)
-    sums = decided(exact, claimed, needed, trusted)
-    if sums is not None:
-        _conclude(run, step, member, contest, exact, sums, now)
-        for microbatch, by_owner in exact.items():
-            for owner, cell_sums in by_owner.items():
-                if cell_sums.sums != sums[microbatch]:
-                    whole_audit.remove(microbatch, contest.claims[microbatch].transcript, owner)
-        return False
+    return len(auditors.electorate(run, stage, contest.owner, devices) | voters)
+
+
+def _audit_further(
+    run: RunState, step: StepState, whole_audit: WholeAudit, contest: Contest,
+    microbatches: Iterable[MicrobatchIndex], now: float,
+) -> bool:  # fmt: skip
+    """Have these cells audited by one more owner each; return whether one of them is."""
     waiting = False
-    # A second opinion of a cell is asked for once there is a first one of each.
-    for microbatch in unaudited or contest.claims:
-        claim = contest.claims[microbatch]
+    for microbatch in microbatches:
         audit = OpenAudit(
-            contest.machine, microbatch, contest.owner, claim, now, contest.binding,
-            secret=whole_audit.secret, asked=whole_audit.asked[microbatch], confirms=True,
-            hidden=True,
+            contest.machine, microbatch, contest.owner, contest.claims[microbatch], now,
+            contest.binding, secret=whole_audit.secret, asked=whole_audit.asked[microbatch],
+            confirms=True, hidden=True,
         )  # fmt: skip
         if audit.key in step.audits.open or open_audits.begin_audit(run, step, audit, now):
             waiting = True
-    if not waiting and unaudited:
-        _unproven(run, step, member, whole_audit)
-    elif not waiting:
-        _undecided(run, step, member, stated, contest, now)
     return waiting
 
 
-def _is_confirmed(run: RunState, contest: Contest, stated: StatedCells) -> bool:
-    """Whether one auditor of each cell agrees with the member, and no further one was needed."""
-    cells = [sums for by_owner in stated.values() for sums in by_owner.values()]
-    if any(len(by_owner) != 1 for by_owner in stated.values()):
-        return False
-    return is_sum(cells, contest.stated.statement, run.audits.settings.tolerance)
+def _is_confirmed(run: RunState, contest: Contest, stated: StatedCells, enough: int) -> bool:
+    """Whether enough auditors of each cell state the same of it, and these add up to what the
+    member states."""
+    tolerance = run.audits.settings.tolerance
+    cells = [list(by_owner.values()) for by_owner in stated.values()]
+    return (
+        all(len(of_cell) >= enough and are_alike(of_cell, tolerance) for of_cell in cells)
+        and is_sum([of_cell[0] for of_cell in cells], contest.stated.statement, tolerance)
+    )  # fmt: skip
+
+
+def _note_proved(run: RunState, stage: StageIndex, whole_audit: WholeAudit) -> None:
+    """Note how large a part was right, for those that will be as large."""
+    proved = run.audits.proved_ratios
+    proved[stage] = max(proved.get(stage, 0.0), whole_audit.ratio)
 
 
 def _exact(stated: StatedCells) -> StatedCells:
@@ -296,11 +318,12 @@ def _undecided(
 
 
 def _conclude(
-    run: RunState, step: StepState, member: Member, contest: Contest, stated: StatedCells,
+    run: RunState, step: StepState, member: Member, whole_audit: WholeAudit, stated: StatedCells,
     sums: dict[MicrobatchIndex, Sums], now: float,
 ) -> None:  # fmt: skip
     """Expel a member whose sum is not that of its cells, and auditors whose digests are false."""
-    peer, stage = member
+    (peer, stage), contest = member, whole_audit.contest
+    assert contest is not None, "it is concluded"
     evidence = [cell_sums.envelope for m in sums for cell_sums in stated[m].values()]
     audited_total = total(sums.values())
     if audited_total != put_in(contest.stated.statement, len(audited_total)):
@@ -311,10 +334,13 @@ def _conclude(
             statements=sum_evidence((contest.stated.envelope,), evidence),
         )  # fmt: skip
         verdicts.convict(run, record, now)
+    else:
+        _note_proved(run, stage, whole_audit)
     for microbatch, by_owner in stated.items():
         for owner, cell_sums in by_owner.items():
             if cell_sums.sums == sums[microbatch]:
                 continue
+            whole_audit.remove(microbatch, contest.claims[microbatch].transcript, owner)
             record = VerdictRecord(
                 step=step.step, microbatch=microbatch, stage=stage,
                 peer=cell_sums.auditor, owner=owner,
