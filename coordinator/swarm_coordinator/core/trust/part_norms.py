@@ -57,7 +57,7 @@ def outsized(parts: Mapping[PeerId, PutIn], entitled: Entitled) -> dict[PeerId, 
         judges = entitled(owners, part.owner)
         voices: dict[PeerId, float] = {}
         for other in parts.values():
-            if other.owner in judges and other.owner != part.owner:
+            if other.owner in judges:
                 expected = part.expected_from(other)
                 voices[other.owner] = max(expected, voices.get(other.owner, 0.0))
         ranked = sorted(voices.values())

@@ -90,8 +90,6 @@ class WholeAudit:
     ratio: float = 0.0
     """How many times as much as others of its stage the member had put in, if the audit began
     because of that (`swarm_coordinator.core.trust.part_norms`)."""
-    unproven: bool = False
-    """Whether that contest found no auditor."""
 
     @property
     def seed(self) -> str:

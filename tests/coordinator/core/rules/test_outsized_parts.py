@@ -33,16 +33,20 @@ HONEST = 10
 LARGE = 1000
 
 
-def counted(*names: str, **options: object) -> Bench:
-    """A run of one stage in which each member has counted one microbatch."""
+MEMBERS = ("a0", "b0", "c0", "d0")
+
+
+def counted(*names: str, more_of_a: int = 0) -> Bench:
+    """A run of one stage in which each member has counted one microbatch, and the first one some
+    more."""
     draws = (number / 100_000 for number in range(1, 100_000))
-    members = names or ("a0", "b0", "c0", "d0")
+    members = names or MEMBERS
     bench = Bench(
         audits=AuditBook(UNAUDITED, lambda: next(draws)), stages=1, check_sums=True,
-        microbatches=len(members), **options,
+        microbatches=len(members) + more_of_a,
     )  # fmt: skip
     bench.join_all(*members)
-    for microbatch, peer in enumerate(members):
+    for microbatch, peer in enumerate(members + ("a0",) * more_of_a):
         bench.report(peer, microbatch)
     return bench
 
@@ -50,20 +54,25 @@ def counted(*names: str, **options: object) -> Bench:
 def close(bench: Bench, of_a: int = LARGE, checks: int = 2, **of_others: int) -> None:
     """All members average, and state what they have put in."""
     bench.average_all()
+    for _ in range(checks):
+        state(bench, of_a, **of_others)
+
+
+def state(bench: Bench, of_a: int = LARGE, **of_others: int) -> None:
+    """Answer one check of sums."""
     members = bench.closing()
     parts = {peer: of_others.get(peer, HONEST) for peer in members} | {PeerId("a0"): of_a}
-    for _ in range(checks):
-        for peer in members:
-            order = bench.sent(peer, SumCheck, bench.log)[-1]
-            statement = SumStatement(
-                run=RunId("run"), generation=Generation(1), step=order.step, attempt=order.attempt,
-                stage=StageIndex(0), peer=peer, seed=order.seed,
-                checks=(scalar_sums.stated(parts[peer], sum(parts.values())),),
-            )  # fmt: skip
-            envelope = f"sums of {peer} in attempt {order.attempt}"
-            bench.event(
-                SumsStated(bench.session(peer), peer, order.attempt, False, statement, envelope)
-            )
+    for peer in members:
+        order = bench.sent(peer, SumCheck, bench.log)[-1]
+        statement = SumStatement(
+            run=RunId("run"), generation=Generation(1), step=order.step, attempt=order.attempt,
+            stage=StageIndex(0), peer=peer, seed=order.seed,
+            checks=(scalar_sums.stated(parts[peer], sum(parts.values())),),
+        )  # fmt: skip
+        envelope = f"sums of {peer} in attempt {order.attempt}"
+        bench.event(
+            SumsStated(bench.session(peer), peer, order.attempt, False, statement, envelope)
+        )
 
 
 def orders(bench: Bench) -> list[tuple[str, Audit]]:
@@ -149,16 +158,61 @@ def test_an_auditor_that_works_together_with_the_member_proves_nothing(unlike: b
     assert bench.run.phase is RunPhase.COLLECT
 
 
+def test_each_cell_gets_as_many_auditors_as_are_enough_however_they_answer() -> None:
+    """One after another, and first all that are asked about one cell."""
+    bench = counted(*(f"{letter}0" for letter in string.ascii_lowercase[:9]), more_of_a=1)
+    close(bench, of_a=2 * LARGE, checks=1)
+    answered = 0
+    while bench.run.phase is RunPhase.COLLECT:
+        bench.tick(0.25)
+        by_cell = sorted(orders(bench), key=lambda pair: (pair[1].microbatch, pair[1].audit))
+        for auditor, order in by_cell:
+            transcript = simulated_transcript(order.step, order.microbatch, order.stage, 0)
+            if bench.audited(auditor, order, transcript, **scalar_sums.audited(LARGE)):
+                answered += 1
+                break
+        assert answered < 99
+    assert len(orders(bench)) == 2 * ENOUGH_AUDITORS
+
+
+def test_where_the_others_do_not_answer_one_auditor_is_enough() -> None:
+    bench = counted()
+    close(bench, checks=1)
+    bench.tick(0.25)
+    ((auditor, order),) = orders(bench)
+    transcript = simulated_transcript(order.step, order.microbatch, order.stage, order.stage)
+    bench.audited(auditor, order, transcript, **scalar_sums.audited(LARGE))
+    bench.tick(60.0)
+    assert len(orders(bench)) > 1
+    assert bench.run.phase is RunPhase.CLOSING
+    close(bench)
+    assert bench.run.phase is RunPhase.APPLYING
+    assert len(list(bench.step().table.held_by(PeerId("a0")))) == 1
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_what_was_proved_is_known_for_the_next_time(count: int) -> None:
+    bench = counted(*MEMBERS[:count])
+    close(bench, checks=1)
+    bench.tick(0.25)
+    audit(bench, LARGE)
+    assert bench.run.audits.proved_ratios == {0: LARGE / HONEST}
+
+
+def test_a_known_part_is_drawn_once_in_an_attempt() -> None:
+    bench = counted()
+    bench.run.audits.proved_ratios[StageIndex(0)] = LARGE / HONEST
+    bench.run.audits.draw = lambda: 0.99
+    close(bench, checks=1)
+    bench.run.audits.draw = lambda: 0.0
+    state(bench)
+    assert bench.run.phase is RunPhase.APPLYING
+
+
 @pytest.mark.parametrize(("drawn", "audited"), [(KNOWN_SHARE, False), (0.99 * KNOWN_SHARE, True)])
 def test_of_parts_as_large_as_one_that_was_proved_a_share_is_audited(
     drawn: float, audited: bool
 ) -> None:
-    bench = counted()
-    close(bench, checks=1)
-    bench.tick(0.25)
-    audit(bench, LARGE)
-    close(bench)
-    assert bench.run.audits.proved_ratios == {0: LARGE / HONEST}
     other = counted()
     other.run.audits.proved_ratios[StageIndex(0)] = LARGE / HONEST
     other.run.audits.draw = lambda: drawn

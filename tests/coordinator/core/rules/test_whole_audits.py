@@ -21,6 +21,8 @@ from swarm_coordinator.core.rules.auditing.cleared_cells import clear_cell
 from swarm_coordinator.core.rules.closing import whole_audits
 from swarm_coordinator.core.state.phases import RunPhase
 from swarm_coordinator.core.trust.audits import AuditBook, AuditSettings
+from swarm_coordinator.core.trust.sums import RoundSums
+from swarm_coordinator.core.trust.whole_audits import WholeAudit
 from swarm_coordinator.simulator.transcripts import simulated_transcript
 from swarm_shared.base.types import (
     CHECKS_PER_SECRET,
@@ -400,6 +402,37 @@ def answered_by_unlike(bench: Bench) -> None:
         compared = None if order.comparison is None else 1e-6
         answer(bench, auditor, order, unlike=True, distance=compared)
         answered += 1
+
+
+def test_what_an_auditor_states_that_contradicts_a_cell_does_not_count() -> None:
+    bench = filled("a0", "b0", "c0", "d0")
+    (auditor, order), (other, second) = orders(bench)
+    answer(bench, other, second)
+    answer(bench, auditor, order, unlike=True)
+    (compared,) = [o for a, o in orders(bench) if a == auditor and o.comparison]
+    answer(bench, auditor, compared, unlike=True, distance=1.0, gradient=999)
+    answered = 3
+    while answered < len(orders(bench)):
+        answer(bench, *orders(bench)[answered])
+        answered += 1
+    assert lost(bench) == [auditor]
+    close(bench)
+    assert bench.run.phase is RunPhase.APPLYING
+
+
+def test_parts_that_were_outsized_are_compared_first() -> None:
+    bench = filled("a0", "b0")
+    whole = bench.step().audits.whole
+    for number in range(2 * whole_audits.MAX_CHECKED):
+        whole[PeerId("a0"), StageIndex(number)] = WholeAudit(bench.run.audits.draw_secret())
+    answer_all(bench)
+    (round_,) = bench.step().closing.each_round()
+    for member in whole:
+        round_.members[member[0]] = member[1]
+        whole[member].ratio = 9.0
+        check = RoundSums((), {})
+        whole_audits.begin_checks(bench.run, bench.step(), round_, check)
+        assert whole[member].seed in check.seeds
 
 
 def test_auditors_on_other_machines_prove_a_sum_within_the_tolerance() -> None:

@@ -78,6 +78,13 @@ def test_an_owner_has_one_voice_for_all_of_its_members() -> None:
     assert outsized(members, all_others).keys() == {"a"} | {f"more{n}" for n in range(8)}
 
 
+@pytest.mark.parametrize("norms", [(1.0, 10.0), (10.0, 1.0)])
+def test_an_owner_s_largest_part_is_its_voice(norms: tuple[float, float]) -> None:
+    members = parts(a=30.0)
+    members |= {PeerId(f"b{n}"): PutIn(PeerId("b"), 1, norm) for n, norm in enumerate(norms)}
+    assert outsized(members, all_others) == {}
+
+
 def test_only_those_judge_that_may() -> None:
     members = parts(a=10.0, b=1.0, c=9.0, d=9.0)
     assert "a" in outsized(members, lambda _, __: {PeerId("b")})

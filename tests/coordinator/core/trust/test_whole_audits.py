@@ -14,6 +14,7 @@ from swarm_coordinator.core.trust.whole_audits import (
     CellSums,
     Sums,
     WholeAudit,
+    are_alike,
     cell_sums,
     decided,
     is_sum,
@@ -129,6 +130,21 @@ def test_auditors_on_other_machines_find_what_is_beyond_the_tolerance() -> None:
     assert is_sum(cells, sum_statement(-(10**6) - 299), 1e-4)
     assert not is_sum(cells, sum_statement(-(10**6) + 10**3), 1e-4)
     assert not is_sum(cells, sum_statement(-(10**6) - 10**3), 1e-4)
+
+
+def test_auditors_that_compute_alike_state_the_same_of_a_cell() -> None:
+    assert are_alike(computed(10**6), 1e-4)
+    assert are_alike(computed(10**6, 10**6), 1e-4)
+    assert not are_alike(computed(10**6, 10**6 + 1), 1e-4)
+
+
+def test_unlike_auditors_may_differ_by_twice_the_tolerance() -> None:
+    """Each of them may differ by it from the member."""
+    for other in (10**6 - 399, 10**6 + 399):
+        assert are_alike([*computed(10**6), *computed(other, exact=False)], 1e-4)
+    for other in (10**6 - 500, 10**6 + 500):
+        assert not are_alike([*computed(10**6), *computed(other, exact=False)], 1e-4)
+        assert not are_alike(computed(10**6, 10**6, other, exact=False), 1e-4)
 
 
 def test_every_part_of_a_gradient_is_compared() -> None:

@@ -53,9 +53,9 @@ def _is_known(run: RunState, stage: StageIndex, ratio: float) -> bool:
 
 
 def _is_settled(step: StepState, check: RoundSums, member: Member) -> bool:
-    """Whether a member's part is compared with audits in this round, or cannot be."""
+    """Whether a member's part is compared with audits in this round, as far as there are any."""
     whole_audit = step.audits.whole.get(member)
-    return whole_audit is not None and (whole_audit.unproven or whole_audit.seed in check.seeds)
+    return whole_audit is not None and whole_audit.seed in check.seeds
 
 
 def _ratios(run: RunState, step: StepState, round_: Round, check: RoundSums) -> dict[Member, float]:

@@ -17,7 +17,7 @@ attempt, and another one put anything into the second.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from swarm_coordinator.core.events import VerdictRecord
 from swarm_coordinator.core.rules.auditing import auditors, cleared_cells, open_audits, verdicts
@@ -93,16 +93,11 @@ def begin_contests(
         ]
         if not stated_cells or not all(stated_cells):
             continue
-        cells = [_preferred(by_owner) for by_owner in stated_cells]
+        cells = [next(iter(by_owner.values())) for by_owner in stated_cells]
         if not is_sum(cells, check.totals[peer].statement, run.audits.settings.tolerance):
             whole_audit.contest = contest_of(run, step, member, check.totals[peer], now)
             wrong.append(peer)
     return wrong
-
-
-def _preferred(by_owner: Mapping[PeerId, CellSums]) -> CellSums:
-    """The digests of an auditor that computes like the member, if there is one."""
-    return max(by_owner.values(), key=lambda stated: stated.exact)
 
 
 def contest_of(
@@ -220,7 +215,11 @@ def _proceed(
     if _audit_further(run, step, whole_audit, contest, lacking or list(contest.claims), now):
         return True
     if not all(stated.values()):
-        _unproven(run, step, member, whole_audit)
+        run.note(
+            f"what {short(member[0])} put into the average of step {step.step} is not proved: not "
+            "all of what it counted found an auditor",
+            member[0],
+        )
     elif lacking and _is_confirmed(run, contest, stated, 1):
         _note_proved(run, stage, whole_audit)
     else:
@@ -280,16 +279,6 @@ def _exact(stated: StatedCells) -> StatedCells:
         microbatch: {owner: sums for owner, sums in by_owner.items() if sums.exact}
         for microbatch, by_owner in stated.items()
     }
-
-
-def _unproven(run: RunState, step: StepState, member: Member, whole_audit: WholeAudit) -> None:
-    """Go on with what a member has put in although a cell of it found no auditor."""
-    whole_audit.unproven = True
-    run.note(
-        f"what {short(member[0])} put into the average of step {step.step} is not proved: not all "
-        "of what it counted found an auditor",
-        member[0],
-    )
 
 
 def _undecided(
