@@ -416,23 +416,27 @@ def test_what_an_auditor_states_that_contradicts_a_cell_does_not_count() -> None
         answer(bench, *orders(bench)[answered])
         answered += 1
     assert lost(bench) == [auditor]
+    bench.tick(2.0)
     close(bench)
     assert bench.run.phase is RunPhase.APPLYING
 
 
 def test_parts_that_were_outsized_are_compared_first() -> None:
     bench = filled("a0", "b0")
-    whole = bench.step().audits.whole
-    for number in range(2 * whole_audits.MAX_CHECKED):
-        whole[PeerId("a0"), StageIndex(number)] = WholeAudit(bench.run.audits.draw_secret())
     answer_all(bench)
     (round_,) = bench.step().closing.each_round()
-    for member in whole:
+    whole = bench.step().audits.whole
+    for number in range(2 * whole_audits.MAX_CHECKED):
+        member = PeerId(f"m{number}"), StageIndex(0)
         round_.members[member[0]] = member[1]
-        whole[member].ratio = 9.0
+        whole[member] = WholeAudit(bench.run.audits.draw_secret())
+    for outsized in whole.values():
+        outsized.ratio = 9.0
         check = RoundSums((), {})
         whole_audits.begin_checks(bench.run, bench.step(), round_, check)
-        assert whole[member].seed in check.seeds
+        assert len(check.seeds) == 1 + whole_audits.MAX_CHECKED
+        assert outsized.seed in check.seeds
+        outsized.ratio = 0.0
 
 
 def test_auditors_on_other_machines_prove_a_sum_within_the_tolerance() -> None:
