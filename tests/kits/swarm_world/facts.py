@@ -74,6 +74,8 @@ class Options:
     """Whether cells are audited only with all others of their member."""
     alike: bool = False
     """Whether all machines compute alike, to the bit, although cells are audited."""
+    large_gradients: int = 0
+    """Number of microbatches of a step whose gradient is much larger than those of the others."""
     sum_lies: tuple[SumLie, ...] = ()
     """What the first peers do in averages."""
     moves: Moves = Moves.NONE

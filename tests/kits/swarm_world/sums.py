@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 Gradient = Counter[tuple[int, int]]
 
+LARGE_GRADIENT = 1000
+"""How many times as large a gradient is of which `Options.large_gradients` says so."""
+
 
 class SumLie(StrEnum):
     """What a peer does to the averages that it is part of."""
@@ -164,7 +167,7 @@ def of_cell(peer: SimPeer, order: Audit) -> dict[str, tuple[tuple[str, ...], ...
     seeds = [check_seed(order.secret, number) for number in range(CHECKS_PER_SECRET)]
     last = peer.world.options.stages - 1
     tied = peer.world.options.tied and last > 0 and order.stage in (0, last)
-    counts = _counts(gradient, _cells(peer.world))
+    counts = _counts(peer.world, gradient, (0, len(_cells(peer.world))))
     parts = ("own", "tied") if tied else ("own",)
     return {
         "sums": tuple(
@@ -177,8 +180,16 @@ def of_cell(peer: SimPeer, order: Audit) -> dict[str, tuple[tuple[str, ...], ...
     }
 
 
-def _counts(gradient: Gradient, cells: list[tuple[int, int]]) -> NDArray[np.int64]:
-    return np.array([gradient[cell] for cell in cells], np.int64)
+def _counts(world: World, gradient: Gradient, bound: tuple[int, int]) -> NDArray[np.int64]:
+    """The elements of a vector between these bounds."""
+    large = world.options.large_gradients
+    return np.array(
+        [
+            gradient[stage, number] * (LARGE_GRADIENT if 0 <= number < large else 1)
+            for stage, number in _cells(world)[slice(*bound)]
+        ],
+        np.int64,
+    )
 
 
 def _digest(key: DigestKey | SketchKey, counts: NDArray[np.int64], start: int) -> str:
@@ -237,14 +248,15 @@ def _digests(worker: SimWorker, reduction: Reduction, order: SumCheck) -> SumDig
     elif lie is SumLie.CHANGES_SUM_AND_RECEIVED:
         received[others[0]] = changed(world, exchange.members, peer.id, received[others[0]])
 
+    whole = (0, len(_cells(world)))
+
     def of(gradient: Gradient, bound: tuple[int, int]) -> str:
-        return _digest(key, _counts(gradient, _cells(world)[slice(*bound)]), bound[0])
+        return _digest(key, _counts(world, gradient, bound), bound[0])
 
     def sketch(gradient: Gradient) -> str:
-        counts = _counts(gradient, _cells(world))
+        counts = _counts(world, gradient, whole)
         return norm_sketch.to_text(Sketcher(order.seed, reduction.part).sketch(counts))
 
-    whole = (0, len(_cells(world)))
     stated_part = (
         changed(world, exchange.members, others[0], part) if (lie is SumLie.STATES_NO_SUM) else part
     )

@@ -115,6 +115,7 @@ def drawn(seed: int) -> Course:
         audit_share=one_of([0.0, 0.0, 0.3, 1.0]),
         alike=one_of([False, True]),
         check_sums=one_of([False, True]),
+        large_gradients=one_of([0, 1, 2]),
         moves=one_of([Moves.THROUGHPUT, Moves.SWARM]) if moving else Moves.NONE,
     )
     faults = tuple(

@@ -319,6 +319,23 @@ def test_no_outsized_part_is_applied_and_its_member_is_found(lie: SumLie, stages
 
 
 @pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("alike", [True, False])
+def test_honest_members_with_large_gradients_are_audited_and_lose_nothing(
+    stages: int, alike: bool
+) -> None:
+    for seed in range(4):
+        options = Options(
+            stages=stages, peers=4 * stages, microbatches=8, steps=4, starting=3, check_sums=True,
+            large_gradients=1, audit_share=0.01, alike=alike, tied=bool(seed % 2),
+            staleness=seed // 2 % 2,
+        )  # fmt: skip
+        world = run_to_the_end(options, seed)
+        assert lies_of(world) == set()
+        assert world.counts["hidden audits"] > 0
+        assert world.store.version == 4
+
+
+@pytest.mark.parametrize("stages", [1, 2])
 def test_a_false_sketch_hides_no_outsized_part(stages: int) -> None:
     for seed in range(4):
         world = world_of(SumLie.HIDES_SIZE, seed, stages)
