@@ -1,11 +1,13 @@
 """What honest peers state of simulated work: transcripts that fit each other, sums that agree.
 
-The gradient of a microbatch is a vector of one whole number, that of the microbatch plus one.
+The gradient of a microbatch is a vector of one whole number. All have about the same size, so that
+no part of a member is outsized (docs/decisions, number 0058).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Final
 
 import numpy as np
 
@@ -16,6 +18,9 @@ from swarm_shared.identity import norm_sketch
 from swarm_shared.identity.linear_digest import DigestKey, to_text
 from swarm_shared.identity.work_statements import SumDigests
 from swarm_shared.protocol import Close, Reduction, SumCheck
+
+_SIZE: Final = 2**20
+"""The gradient of microbatch 0; that of each further one is larger by one."""
 
 
 def simulated_transcript(
@@ -57,7 +62,7 @@ def _sum_digests(
 ) -> SumDigests:
     stages = 2 if reduction.part == "tied" else 1
     vectors = [
-        np.array([times * sum(m + 1 for m in microbatches)], np.int64)
+        np.array([times * sum(_SIZE + m for m in microbatches)], np.int64)
         for microbatches, times in ((put_in, 1), (whole, stages))
     ]
     part, result = map(to_text, DigestKey(order.seed, reduction.part).digests(vectors))

@@ -1,4 +1,4 @@
-"""Sketches: from the sketch of a vector of whole numbers follows its norm, to some 10 %.
+"""Sketches: the norm of a vector of whole numbers is estimated from its sketch, to some 10 %.
 
     sketch(c)[b] = sum over the j in bucket b of sign[j] * c[j]   mod 2^64
 
@@ -126,7 +126,7 @@ def sketch_sum(sketches: Iterable[Sketch]) -> Sketch:
 
 
 def sketched_norm(sketch_B: Sketch) -> float:
-    """The L2 norm that the sketch tells of its vector."""
+    """The L2 norm of a vector, estimated from its sketch."""
     return math.sqrt(float(np.square(sketch_B.view(np.int64).astype(np.float64)).sum()))
 
 

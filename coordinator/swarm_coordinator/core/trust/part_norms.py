@@ -1,6 +1,6 @@
 """Outsized parts: members that put much more into an average than the others of their stage.
 
-Values and pure decisions (docs/decisions, number 0058). The norms are told by sketches
+Values and pure decisions (docs/decisions, number 0058). Norms are estimated from sketches
 (`swarm_shared.identity.norm_sketch`). A large norm is no lie: a microbatch may have a gradient that
 is much larger than most. So nothing follows but an audit.
 """
@@ -48,19 +48,19 @@ def outsized(parts: Mapping[PeerId, PutIn], entitled: Entitled) -> dict[PeerId, 
     """The members whose part is more than MAX_RATIO times what the parts of others suggest, and how
     many times as large it is.
 
-    Each other owner that may judge a member has one voice, its largest part's; the upper median
-    counts, so that a minority neither hides a part nor makes one seem large.
+    Each other owner that may judge a member suggests one norm, by its largest part; the upper
+    median of these decides, so that a minority neither hides a part nor makes one seem large.
     """
     owners = {part.owner for part in parts.values()}
     found: dict[PeerId, float] = {}
     for peer, part in parts.items():
         judges = entitled(owners, part.owner)
-        voices: dict[PeerId, float] = {}
+        by_owner: dict[PeerId, float] = {}
         for other in parts.values():
             if other.owner in judges:
                 expected = part.expected_from(other)
-                voices[other.owner] = max(expected, voices.get(other.owner, 0.0))
-        ranked = sorted(voices.values())
+                by_owner[other.owner] = max(expected, by_owner.get(other.owner, 0.0))
+        ranked = sorted(by_owner.values())
         suggested = ranked[len(ranked) // 2] if ranked else math.inf
         if part.norm > MAX_RATIO * suggested:
             found[peer] = part.norm / suggested if suggested else math.inf

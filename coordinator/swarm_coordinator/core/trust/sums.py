@@ -2,9 +2,9 @@
 
 Values and pure decisions (docs/decisions, number 0036); `swarm_coordinator.core.rules.closing`
 sends the checks and carries out what follows. Every member signs linear digests
-(`swarm_shared.identity.linear_digest`), which add up as the vectors do, and sketches, which tell
-their norms (`swarm_shared.identity.norm_sketch`). First of whole vectors; where the digests or the
-sketches do not agree, digests of every slice, which one member sums for all. Where it is the
+(`swarm_shared.identity.linear_digest`), which add up as the vectors do, and sketches, from which
+norms are estimated (`swarm_shared.identity.norm_sketch`). First of whole vectors; where the digests
+or the sketches do not agree, digests of every slice, which one member sums for all. Where it is the
 sketches, these are digests of the slices' sketches: so a false sketch is found as a false digest.
 """
 

@@ -7,8 +7,8 @@ Each attempt to close has a seed of its own; auditors state digests for several 
 failed attempt costs no audits. The rules are in
 `swarm_coordinator.core.rules.closing.whole_audits`.
 
-Digests only tell whether sums are equal, to the bit. Auditors on other machines than the member's
-compute slightly else; the distance of theirs is told by sketches, which add up in the same way.
+Digests only show whether sums are equal, to the bit. Auditors on other machines than the member's
+get other bits; the distance is estimated from sketches, which add up in the same way.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Sums = tuple[int, ...]
 
 
 SKETCHED_SLACK = 2.0
-"""Factor by which a distance that sketches tell may exceed the tolerance: it is some 10 % off,
+"""Factor by which an estimated distance may exceed the tolerance: the estimate is some 10 % off,
 hardly ever half (`swarm_shared.identity.norm_sketch`)."""
 
 

@@ -168,6 +168,15 @@ def test_stages_are_checked_apart_and_tied_ends_together() -> None:
     assert phase(tied) is RunPhase.APPLYING
 
 
+@pytest.mark.parametrize("missing", ["part_sketch", "result_sketch"])
+def test_sums_without_their_sketches_are_no_answer(missing: str) -> None:
+    bench = averaged()
+    state_all(bench, "a0", "b0")
+    states(bench, "c0", digests(0, 7).model_copy(update={missing: None}))
+    assert "it signed sums without their sketches" in bench.sent("a0", AbortRound)[0].reason
+    assert phase(bench) is RunPhase.COLLECT
+
+
 # ---- sums that do not agree
 
 

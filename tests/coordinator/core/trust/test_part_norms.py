@@ -72,14 +72,14 @@ def test_a_minority_makes_no_honest_part_outsized_and_hides_no_large_one(
     }
 
 
-def test_an_owner_has_one_voice_for_all_of_its_members() -> None:
+def test_an_owner_suggests_one_norm_for_all_of_its_members() -> None:
     members = parts(a=10.0, b=1.0, c=1.0)
     members |= {PeerId(f"more{n}"): PutIn(PeerId("a"), 1, 10.0) for n in range(8)}
     assert outsized(members, all_others).keys() == {"a"} | {f"more{n}" for n in range(8)}
 
 
 @pytest.mark.parametrize("norms", [(1.0, 10.0), (10.0, 1.0)])
-def test_an_owner_s_largest_part_is_its_voice(norms: tuple[float, float]) -> None:
+def test_an_owner_s_largest_part_is_what_it_suggests(norms: tuple[float, float]) -> None:
     members = parts(a=30.0)
     members |= {PeerId(f"b{n}"): PutIn(PeerId("b"), 1, norm) for n, norm in enumerate(norms)}
     assert outsized(members, all_others) == {}

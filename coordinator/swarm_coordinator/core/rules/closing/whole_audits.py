@@ -46,8 +46,8 @@ from swarm_shared.trust.evidence import sum_evidence
 from swarm_shared.trust.votes import MAX_VOTERS, Claim
 
 ENOUGH_AUDITORS = 2
-"""Auditors of each cell that are enough to prove what a member has put in, if they agree: of one, a
-member that works together with it could have it state digests that add up."""
+"""Auditors of each cell that are enough to prove what a member has put in, if they agree: a single
+one could collude with the member, and state digests that add up."""
 
 MAX_CHECKED = 8
 """Most whole audits that one attempt to close compares: each takes a check of the sums."""
